@@ -1,0 +1,133 @@
+"""The seam between a model and the code that computes for it.
+
+`Kernels` is a protocol of few functions of tensors. A backend owns the layout of the KV cache and
+of what it prepares for a step; its callers pass both through unread. One suite in tests/kernels
+runs over every backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sapwood.kernels.segments import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The size and place of a KV cache. A block holds `block_size` tokens in every layer."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be positive")
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self.num_slots * self.num_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of all layers. The first axis is the layer, the others are the backend's."""
+
+    spec: KVCacheSpec
+    keys: Tensor
+    values: Tensor
+
+
+class PreparedAttention(Protocol):
+    """A plan made ready for one backend, once per step and for all layers."""
+
+    @property
+    def num_kv_tokens_read(self) -> int:
+        """Tokens whose keys and values one layer's attention reads, repetitions counted."""
+        ...
+
+
+class Kernels(Protocol):
+    """What a model computes with. Backends keep no state between calls.
+
+    Shapes use T for the rows of a step, Hq and Hkv for query and key-value heads (Hq a multiple of
+    Hkv, head `h` reads KV head `h // (Hq / Hkv)`), D for the head dimension. A slot is
+    `block_id * block_size + offset`. Results have the dtype of their input; reductions are float32.
+    A row's result depends on other rows of the step by no more than rounding.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def min_saved_tokens(self) -> int:
+        """Token reads that a shared edge must save before a segment of its own pays; measured."""
+        ...
+
+    def make_kv_cache(self, spec: KVCacheSpec) -> KVCache:
+        """Allocate an empty cache; its contents are undefined until written."""
+        ...
+
+    def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
+        """Copy the first `num_rows` tokens of block `source` to block `target`, in all layers."""
+        ...
+
+    def plan_attention(self, plan: AttentionPlan, device: torch.device) -> PreparedAttention:
+        """Turn a plan into what `attention` reads. Once per step, used by every layer."""
+        ...
+
+    def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Store `key` and `value` [T, Hkv, D] of one layer at `slots` int64 [T]."""
+        ...
+
+    def attention(
+        self, query: Tensor, kv: KVCache, layer: int, prepared: object, scale: float
+    ) -> Tensor:
+        """Attend with `query` [T, Hq, D] to the segments of the step; scores are times `scale`.
+
+        `prepared` is what this backend's `plan_attention` returned, anything else raises
+        TypeError. The step's own keys and values are written before. Returns [T, Hq, D].
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / rms(x) * weight` over the last axis (Zhang and Sennrich 2019)."""
+        ...
+
+    def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate each head by its row's angles (Su et al. 2021). Returns a new tensor.
+
+        heads [T, H, D], queries and keys side by side. Dimensions `i` and `i + D / 2` are the two
+        coordinates of frequency `i`, so each dimension takes its cosine and its partner's sine,
+        negative in the first half: cos float32 [T, D] holds the D / 2 cosines twice, sin float32
+        [T, D] the D / 2 sines negated and then as they are.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for gate and up side by side, [T, 2 I] to [T, I] (Shazeer 2020)."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias` for weight [out, in]."""
+        ...

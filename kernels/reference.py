@@ -1,0 +1,172 @@
+"""The kernels in plain torch, written to be read. Every other backend is checked against the same
+oracle as this one.
+
+Attention over several segments. For one row and one head let segment `s` hold the keys `k_i` and
+values `v_i`, i in s, with scores `a_i = scale * <q, k_i>`. Its partial result is
+
+    out_s = sum_i exp(a_i) v_i / sum_i exp(a_i)        lse_s = log sum_i exp(a_i)
+
+and attention over the union of disjoint segments is (Dao et al. 2022; Juravsky et al. 2024, eq. 5)
+
+    out = sum_s w_s out_s                               w_s = exp(lse_s) / sum_t exp(lse_t)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sapwood.kernels.interface import KVCache, KVCacheSpec
+from sapwood.kernels.segments import AttentionPlan, Int32Array
+
+
+class PartialAttention(NamedTuple):
+    """Attention of some rows over one segment: `out` [n, Hq, D] and `lse` [n, Hq], float32."""
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentIndices:
+    """One segment: its query rows int64 [n], its slots int64 [L], and which row sees which slot.
+
+    `visible` is bool [n, L], or None where every row sees every slot.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    visible: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAttention:
+    """A plan as the segments' indices."""
+
+    segments: tuple[SegmentIndices, ...]
+    num_kv_tokens_read: int
+
+
+class ReferenceKernels:
+    """`Kernels` on any device. Cache layout: `[num_layers, num_slots, num_kv_heads, head_dim]`."""
+
+    @property
+    def name(self) -> str:
+        return "reference"
+
+    @property
+    def min_saved_tokens(self) -> int:
+        return 1
+
+    def make_kv_cache(self, spec: KVCacheSpec) -> KVCache:
+        shape = (spec.num_layers, spec.num_slots, spec.num_kv_heads, spec.head_dim)
+        return KVCache(
+            spec,
+            keys=torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+            values=torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+        )
+
+    def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
+        block_size = kv.spec.block_size
+        source_slots = slice(source * block_size, source * block_size + num_rows)
+        target_slots = slice(target * block_size, target * block_size + num_rows)
+        for tensor in (kv.keys, kv.values):
+            tensor[:, target_slots] = tensor[:, source_slots]
+
+    def plan_attention(self, plan: AttentionPlan, device: torch.device) -> ReferenceAttention:
+        return ReferenceAttention(
+            segments=tuple(_segment_indices(plan, device)), num_kv_tokens_read=plan.num_kv_tokens
+        )
+
+    def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        kv.keys[layer, slots] = key
+        kv.values[layer, slots] = value
+
+    def attention(
+        self, query: Tensor, kv: KVCache, layer: int, prepared: object, scale: float
+    ) -> Tensor:
+        if not isinstance(prepared, ReferenceAttention):
+            raise TypeError(f"expected a ReferenceAttention, got {type(prepared).__name__}")
+        out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+        for segment in prepared.segments:
+            part = _attend(
+                query[segment.rows],
+                kv.keys[layer, segment.slots],
+                kv.values[layer, segment.slots],
+                segment.visible,
+                scale,
+            )
+            before = PartialAttention(out[segment.rows], lse[segment.rows])
+            out[segment.rows], lse[segment.rows] = _merge(before, part)
+        return out.to(query.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = x.to(torch.float32)
+        scaled = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps)
+        return weight * scaled.to(x.dtype)
+
+    def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        exact = heads.to(torch.float32)
+        partner = exact.roll(heads.shape[-1] // 2, dims=-1)
+        return (exact * cos.unsqueeze(1) + partner * sin.unsqueeze(1)).to(heads.dtype)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+
+def _segment_indices(plan: AttentionPlan, device: torch.device) -> Iterator[SegmentIndices]:
+    for shared in plan.shared:
+        yield SegmentIndices(
+            rows=torch.from_numpy(shared.rows.astype(np.int64)).to(device),
+            slots=_slots(shared.block_ids, plan.block_size, shared.length, device),
+            visible=None,
+        )
+    for private in plan.private:
+        rows = torch.arange(private.first_row, private.first_row + private.num_rows, device=device)
+        offset_of_row = torch.arange(private.length - private.num_rows, private.length)
+        visible = torch.arange(private.length) <= offset_of_row.unsqueeze(1)
+        slots = _slots(private.block_ids, plan.block_size, private.length, device)
+        yield SegmentIndices(rows=rows, slots=slots, visible=visible.to(device))
+
+
+def _slots(block_ids: Int32Array, block_size: int, length: int, device: torch.device) -> Tensor:
+    """The slots of the first `length` tokens in `block_ids`, int64 `[length]`."""
+    first_slots = block_ids.astype(np.int64)[:, None] * block_size
+    slots = (first_slots + np.arange(block_size)).reshape(-1)[:length]
+    return torch.from_numpy(slots).to(device)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float
+) -> PartialAttention:
+    """Partial attention of query [n, Hq, D] over key and value [L, Hkv, D]."""
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    grouped = query.to(torch.float32).view(num_rows, num_kv_heads, -1, head_dim)
+    scores = torch.einsum("nkgd,lkd->nkgl", grouped, key.to(torch.float32)) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
+    out = torch.einsum("nkgl,lkd->nkgd", scores.softmax(dim=-1), value.to(torch.float32))
+    return PartialAttention(
+        out=out.reshape(num_rows, num_heads, head_dim),
+        lse=scores.logsumexp(dim=-1).reshape(num_rows, num_heads),
+    )
+
+
+def _merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:
+    """Attention over the union of two disjoint segments; one of them may be empty (lse -inf)."""
+    lse = torch.logaddexp(first.lse, second.lse)
+    first_weight = torch.exp(first.lse - lse).unsqueeze(-1)
+    second_weight = torch.exp(second.lse - lse).unsqueeze(-1)
+    return PartialAttention(first_weight * first.out + second_weight * second.out, lse)

@@ -1,0 +1,520 @@
+"""The prefix cache: leases on blocks, and the tree through which leases share them.
+
+    LeaseReleased   a verb was called on a lease that has ended
+
+Knows nothing of tensors, requests or devices, and reads no clock: time is a count of uses.
+The idea of keeping finished requests' blocks in a radix tree is from Zheng et al. 2024, §3;
+reference-counted blocks and copy on write are from Kwon et al. 2023, §4.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood.radix.eviction import LRU, EvictionPolicy, EvictionQueue
+from sapwood.radix.namespace import Namespace, check_namespace
+from sapwood.radix.pool import BlockIds, BlockPool
+from sapwood.radix.tree import TOKEN_BYTES, Node, Path, RadixTree
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+_Indices: TypeAlias = npt.NDArray[np.intp]
+_INT32 = np.dtype(np.int32)
+
+
+class LeaseReleased(RuntimeError):
+    """A verb was called on a lease that has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What the tree holds of a prompt; at least its last token is left to compute."""
+
+    num_tokens: int
+    num_whole_blocks: int
+    """How many blocks would be shared; the rows beyond them would be copied."""
+    num_held_blocks: int
+    """How many of those some lease holds already, so that sharing them takes up no room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy the first `num_rows` rows of block `source` to block `target`, in every layer."""
+
+    source: int
+    target: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node of the tree as it was when walked over."""
+
+    depth: int
+    """How many nodes are above it in its namespace."""
+    namespace: Namespace
+    token_ids: TokenIds
+    """Read-only, int32 `[num_tokens]`."""
+    num_blocks: int
+    num_holders: int
+    """How many leases hold its first block; further down there can only be fewer."""
+    last_used: int
+    """The count of uses, an order and not a time."""
+    is_leaf: bool
+
+
+class PrefixCache:
+    """A pool of blocks, and the tree of what their keys and values were computed from.
+
+    Not thread-safe. Token ids are one-dimensional int32 arrays; anything else raises TypeError
+    or ValueError. Costs below leave out O(log(nodes of the tree)) for every node on a path.
+
+    Invariants: a block's count in the pool is the number of leases that hold it, and one for the
+    tree; whoever holds a block of the tree holds those before it, so counts never grow towards
+    the leaves; the queue holds exactly the leaves whose last block the tree alone holds.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        policy: Callable[[], EvictionPolicy] = LRU,
+        enabled: bool = True,
+    ) -> None:
+        """`block_size` is in tokens; `policy` makes the policy, one for each cache.
+
+        Without `enabled` nothing is kept: no match, no sharing, leases as ever.
+        """
+        self.block_size = block_size
+        self.enabled = enabled
+        self.version = 0
+        """Changes whenever a match could."""
+        self._pool = BlockPool(num_blocks, block_size)
+        self._tree = RadixTree(block_size)
+        self._queue = EvictionQueue(policy())
+        self._leases: set[Lease] = set()
+        self._num_uses = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Blocks that the tree alone holds: exactly as many as `evict` can free. O(1)."""
+        return self._pool.num_evictable
+
+    @property
+    def num_tree_blocks(self) -> int:
+        return self._pool.num_tree_blocks
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in the tree, each counted once however many prompts share it."""
+        return self._tree.num_tokens
+
+    def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> Match:
+        """What `acquire` would find now. Changes nothing. O(tokens)."""
+        check_namespace(namespace)
+        path = self._tree.find(namespace, _to_bytes(token_ids), len(token_ids) - 1)
+        return Match(
+            num_tokens=path.num_tokens,
+            num_whole_blocks=path.num_blocks,
+            num_held_blocks=int(np.count_nonzero(self._pool.refs[path.block_ids] > 1)),
+        )
+
+    def acquire(
+        self, token_ids: TokenIds, num_tokens: int, namespace: Namespace = ()
+    ) -> "Lease | None":
+        """Lease the longest cached prefix of `token_ids` and room up to `num_tokens` tokens.
+
+        The lease has blocks for `num_tokens` tokens in all, or for the cached ones if they are
+        more. Evicts as many blocks as it lacks. None if they cannot be had now, and then nothing
+        has changed. If only holding the block to copy from is in the way, the lease goes
+        without the copy. O(tokens + blocks).
+        """
+        check_namespace(namespace)
+        max_cached = max(0, len(token_ids) - 1)
+        return self._acquire(_to_bytes(token_ids), max_cached, num_tokens, namespace)
+
+    def evict(self, num_blocks: int) -> int:
+        """Take blocks that no lease holds out of the tree, leaves first, in the policy's order.
+
+        Returns how many it freed: `num_blocks`, or all there were. O(1) nodes for each leaf.
+        """
+        if num_blocks < 0:
+            raise ValueError(f"cannot evict {num_blocks} blocks; ask for zero or more")
+        num_freed, freed = 0, []
+        while num_freed < num_blocks and (leaf := self._queue.first()) is not None:
+            # Counts never grow along an edge, so the blocks that only the tree holds end it.
+            last = leaf.blocks[-(num_blocks - num_freed) :]
+            num_last = int(np.count_nonzero(self._pool.refs[last] == 1))
+            freed.append(self._tree.trim(leaf, num_last))
+            num_freed += num_last
+            self._requeue(leaf)
+            if not leaf.blocks.size:
+                self._requeue(leaf.parent)
+        if freed:
+            self._pool.leave_tree(np.concatenate(freed))
+            self.version += 1
+        return num_freed
+
+    def flush(self) -> None:
+        """Drop everything that no lease holds; leases keep what they have."""
+        self.evict(self.num_evictable_blocks)
+
+    def walk(self) -> Iterator[NodeView]:
+        """Every node, depth first, siblings in a fixed order; nothing may change meanwhile."""
+        for depth, node in self._tree.walk():
+            yield NodeView(
+                depth=depth,
+                namespace=node.namespace,
+                token_ids=np.frombuffer(bytes(node.tokens), np.int32),
+                num_blocks=len(node.blocks),
+                num_holders=int(self._pool.refs[node.blocks[0]]) - 1,
+                last_used=node.last_used,
+                is_leaf=node.num_children == 0,
+            )
+
+    def check(self) -> None:
+        """Assert every invariant, down to who holds each block. O(tokens + blocks)."""
+        self._pool.check()
+        self._tree.check()
+        self._queue.check()
+        refs = np.zeros_like(self._pool.refs)
+        in_tree = np.zeros_like(self._pool.in_tree)
+        candidates = set()
+        for _, node in self._tree.walk():
+            counts = self._pool.refs[node.blocks]
+            assert not in_tree[node.blocks].any(), "a block is in the tree twice"
+            in_tree[node.blocks] = True
+            refs[node.blocks] += 1
+            assert (counts[1:] <= counts[:-1]).all(), "counts grow along an edge"
+            if node.parent is not None and node.parent.blocks.size:
+                above = self._pool.refs[node.parent.blocks[-1]]
+                assert counts[0] <= above, "counts grow towards the leaves"
+            if self._is_candidate(node):
+                candidates.add(node)
+        assert candidates == set(self._queue), "the candidates for eviction differ"
+        assert np.array_equal(in_tree, self._pool.in_tree), "the flags differ from the tree"
+        for lease in self._leases:
+            held = lease.held_blocks()
+            assert len(np.unique(held)) == len(held), "a lease holds a block twice"
+            refs[held] += 1
+            lease.check()
+        assert np.array_equal(refs, self._pool.refs), "the counts differ from the holders"
+
+    def _acquire(
+        self, tokens: bytes, max_cached: int, num_tokens: int, namespace: Namespace
+    ) -> "Lease | None":
+        if num_tokens < 0:
+            raise ValueError(f"cannot make room for {num_tokens} tokens; ask for zero or more")
+        path = self._tree.find(namespace, tokens, max_cached)
+        shared = path.block_ids
+        # Held first, so that what is left of free + evictable is what the rest may take.
+        self._pool.hold(shared)
+        source = np.array([path.row_block] if path.num_rows else [], np.int32)
+        self._pool.hold(source)
+        if not self._fits(self._num_new_blocks(path, num_tokens)):
+            self._pool.release(source)
+            path.drop_rows()
+            if not self._fits(self._num_new_blocks(path, num_tokens)):
+                self._pool.release(shared)
+                return None
+        self._use(path)
+        own = self._allocate(self._num_new_blocks(path, num_tokens))
+        copy = None
+        if path.num_rows:
+            copy = BlockCopy(source=int(source[0]), target=int(own[0]), num_rows=path.num_rows)
+        lease = Lease(self, namespace, np.concatenate((shared, own)), path, copy)
+        self._leases.add(lease)
+        return lease
+
+    def _num_new_blocks(self, path: Path, num_tokens: int) -> int:
+        """How many blocks of its own a lease needs on a path, for `num_tokens` tokens in all."""
+        return -(-max(num_tokens, path.num_tokens) // self.block_size) - path.num_blocks
+
+    def _fits(self, num_blocks: int) -> bool:
+        return num_blocks <= self._pool.num_free + self._pool.num_evictable
+
+    def _allocate(self, num_blocks: int) -> BlockIds:
+        """Take blocks that fit, evicting what is missing."""
+        missing = num_blocks - self._pool.num_free
+        if missing > 0:
+            self.evict(missing)
+        return self._pool.allocate(num_blocks)
+
+    def _use(self, path: Path) -> None:
+        """Make a path's blocks the last used; cut the last node where the use ends."""
+        self._num_uses += 1
+        if not path.nodes:
+            return
+        last = path.nodes[-1]
+        num_used = path.end + (path.num_rows > 0)
+        if num_used < len(last.blocks):
+            path.nodes[-1] = self._tree.split(last, num_used)
+            self._requeue(last)
+        for node in path.nodes:
+            node.last_used = self._num_uses
+        self._requeue(path.nodes[-1])
+
+    def _publish(self, lease: "Lease", tokens: bytes) -> None:
+        """Adopt the tree's blocks for a lease's settled tokens and add those it lacks."""
+        num_tokens = len(tokens) // TOKEN_BYTES
+        path = self._tree.find(lease.namespace, tokens, num_tokens)
+        own = lease.block_table[path.num_blocks : -(-num_tokens // self.block_size)]
+        if path.num_tokens == num_tokens:
+            own = own[:0]
+        theirs = path.block_ids
+        differing = np.flatnonzero(theirs != lease.block_table[: path.num_blocks])
+        self._check_same_sequence(lease, path, num_tokens, differing, own)
+        if differing.size:
+            self._adopt(lease, differing, theirs[differing])
+        if own.size:
+            self._insert(lease, path, tokens, own)
+        else:
+            self._use(path)
+        num_shared = num_tokens // self.block_size if own.size else path.num_blocks
+        lease.num_shared_blocks = max(lease.num_shared_blocks, num_shared)
+        lease.node = path.nodes[-1] if path.nodes else None
+
+    def _check_same_sequence(
+        self, lease: "Lease", path: Path, num_tokens: int, differing: _Indices, own: BlockIds
+    ) -> None:
+        """Raise ValueError if the tokens of `path` are not those the lease has in the tree."""
+        num_shared = min(lease.num_shared_blocks, num_tokens // self.block_size)
+        is_same = path.num_blocks >= num_shared and not (differing < num_shared).any()
+        if own.size and self._pool.in_tree[own[0]]:
+            # The partly filled block that the lease published, which can only have grown.
+            is_same &= self._tree.ends_in_partial_leaf(path) and path.row_block == own[0]
+        if not is_same:
+            raise ValueError(
+                f"the {num_tokens} tokens differ from those that this lease was acquired for or "
+                "has published; publish one growing sequence under a lease"
+            )
+
+    def _adopt(self, lease: "Lease", indices: _Indices, block_ids: BlockIds) -> None:
+        """Take the tree's blocks in place of equal ones of the lease's own."""
+        table = lease.block_table
+        own = table[indices]
+        self._pool.hold(block_ids)
+        table[indices] = block_ids
+        self._pool.release(own)
+        lease.epoch += 1
+
+    def _insert(self, lease: "Lease", path: Path, tokens: bytes, own: BlockIds) -> None:
+        """Add the blocks `own` behind the whole blocks of `path`, and themselves to `path`."""
+        if self._tree.ends_in_partial_leaf(path):
+            # Ours continues it: it is taken out, and enters again grown if it is the same block.
+            leaf = path.nodes[-1]
+            self._pool.leave_tree(self._tree.trim(leaf, 1))
+            self._requeue(leaf)
+        path.drop_rows()
+        self._use(path)
+        above = path.nodes[-1] if path.nodes else None
+        rest = tokens[path.num_tokens * TOKEN_BYTES :]
+        node = self._tree.append(lease.namespace, above, rest, own)
+        node.last_used = self._num_uses
+        path.nodes.append(node)
+        self._pool.enter_tree(own)
+        self.version += 1
+
+    def _let_go(self, lease: "Lease", block_ids: BlockIds) -> None:
+        """Take a lease away as the holder of blocks, of which tree blocks end its path."""
+        self._pool.release(block_ids)
+        # The leaf this may have made a candidate is the lease's node, or the first above it that
+        # is still in the tree: a cut leaves the lower half the same node, eviction and
+        # replacement keep the way up, and a node below the path's end would have to be gone.
+        node = lease.node
+        while node is not None and not node.blocks.size:
+            node = node.parent
+        self._requeue(node)
+
+    def _requeue(self, node: Node | None) -> None:
+        """Bring a node's place among the candidates up to date. O(log(candidates))."""
+        if node is not None:
+            self._queue.update(node, self._is_candidate(node))
+
+    def _is_candidate(self, node: Node) -> bool:
+        """Whether a node is a leaf of the tree whose last block no lease holds."""
+        if node.num_children or not node.blocks.size:
+            return False
+        return bool(self._pool.refs[node.blocks[-1]] == 1)
+
+
+class Lease:
+    """A request's blocks: a prefix that it shares through the tree, then blocks of its own.
+
+    Made by `PrefixCache.acquire` and `fork`, ended by `release`; any verb after that raises
+    LeaseReleased.
+
+    Invariants: the first `num_shared_blocks` blocks are the tree's for the lease's tokens, are
+    whole and are never written; the rows of a block of its own that the tree counts are never
+    written again.
+    """
+
+    __slots__ = (
+        "_cache",
+        "_table",
+        "_released",
+        "copy",
+        "epoch",
+        "namespace",
+        "node",
+        "num_blocks",
+        "num_cached",
+        "num_shared_blocks",
+    )
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        namespace: Namespace,
+        block_ids: BlockIds,
+        path: Path,
+        copy: BlockCopy | None,
+    ) -> None:
+        """`block_ids` are held already: those of `path`, then the lease's own."""
+        self.namespace = namespace
+        self.num_blocks = len(block_ids)
+        self.num_cached = path.num_tokens
+        """Tokens that need not be computed, with those of the copy."""
+        self.copy = copy
+        """To be done before anything reads the block; None if there is none, or it is done."""
+        self.epoch = 0
+        """Changes whenever entries of the block table did."""
+        self.num_shared_blocks = path.num_blocks
+        """Leading blocks of the table that are in the tree, where others may read them."""
+        self.node: Node | None = path.nodes[-1] if path.nodes else None
+        """The cache's: it holds the last tree block of the lease, or is below or was."""
+        self._cache = cache
+        self._table = block_ids
+        self._released = False
+
+    @property
+    def block_table(self) -> BlockIds:
+        """The blocks in order of position, int32 `[num_blocks]`: a view, for this moment only."""
+        return self._table[: self.num_blocks]
+
+    @property
+    def num_exclusive_blocks(self) -> int:
+        """Blocks that no other lease holds: what its release makes free or evictable. O(blocks)."""
+        pool, table = self._cache._pool, self.block_table
+        return int(np.count_nonzero(pool.refs[table] - pool.in_tree[table] == 1))
+
+    def copied(self) -> None:
+        """Say that `copy` is done in a finished step: its source is let go, its rows are settled.
+
+        Does nothing if no copy is pending. O(1).
+        """
+        self._check_live()
+        if self.copy is not None:
+            source = np.array([self.copy.source], np.int32)
+            self.copy = None
+            self._cache._let_go(self, source)
+
+    def extend(self, num_tokens: int) -> bool:
+        """Have blocks for `num_tokens` tokens in all; False if they cannot be had now.
+
+        Evicts as many blocks as it lacks; changes nothing when it fails or the room is there.
+        O(blocks added), amortised.
+        """
+        self._check_live()
+        num_blocks = -(-num_tokens // self._cache.block_size)
+        missing = num_blocks - self.num_blocks
+        if missing <= 0:
+            return True
+        if not self._cache._fits(missing):
+            return False
+        if num_blocks > len(self._table):
+            table = np.empty(max(num_blocks, 2 * len(self._table)), np.int32)
+            table[: self.num_blocks] = self.block_table
+            self._table = table
+        self._table[self.num_blocks : num_blocks] = self._cache._allocate(missing)
+        self.num_blocks = num_blocks
+        return True
+
+    def publish(self, token_ids: TokenIds) -> None:
+        """Offer all settled tokens of the sequence, from position 0, to the tree.
+
+        Afterwards the tree holds them, in this lease's blocks or, where it had equal ones, in its
+        own, which the lease adopts (see `epoch`). A partly filled last block that the tree does
+        not need stays private. While a copy is pending nothing beyond the shared blocks is
+        settled, and nothing happens. Allocates nothing and cannot be refused.
+
+        Raises ValueError if the tokens do not fit the lease's blocks or contradict what it
+        shares already. O(tokens) as a memcmp, and O(new blocks).
+        """
+        self._check_live()
+        tokens = _to_bytes(token_ids)
+        room = self.num_blocks * self._cache.block_size
+        if len(token_ids) > room:
+            raise ValueError(
+                f"{len(token_ids)} tokens were published, the lease has room for {room}; "
+                "extend it before they are computed"
+            )
+        if self._cache.enabled and self.copy is None:
+            self._cache._publish(self, tokens)
+
+    def fork(self, token_ids: TokenIds) -> "Lease | None":
+        """A second lease on the same settled tokens with room for one more: publish, then acquire.
+
+        The two share blocks only through the tree. None if the second does not fit now; what was
+        published stays. Raises as `publish` does.
+        """
+        self.publish(token_ids)
+        num_tokens = len(token_ids)
+        return self._cache._acquire(
+            _to_bytes(token_ids), num_tokens, num_tokens + 1, self.namespace
+        )
+
+    def release(self) -> None:
+        """End the lease: every block it holds has one holder less. O(blocks)."""
+        self._check_live()
+        self._cache._let_go(self, self.held_blocks())
+        self._cache._leases.remove(self)
+        self._released = True
+        self.num_blocks = self.num_shared_blocks = 0
+        self.copy = self.node = None
+
+    def held_blocks(self) -> BlockIds:
+        """Every block the lease counts as a holder of: its table, and the source of its copy."""
+        if self.copy is None:
+            return self.block_table
+        return np.append(self.block_table, np.int32(self.copy.source))
+
+    def check(self) -> None:
+        """Assert that the shared blocks are the tree's, on the way up from the lease's node."""
+        path: list[BlockIds] = []
+        node = self.node
+        while node is not None:
+            path.insert(0, node.blocks)
+            node = node.parent
+        shared = self.block_table[: self.num_shared_blocks]
+        assert np.array_equal(np.concatenate([*path, []])[: len(shared)], shared)
+
+    def _check_live(self) -> None:
+        if self._released:
+            raise LeaseReleased("the lease was released; acquire another one")
+
+
+def _to_bytes(token_ids: TokenIds) -> bytes:
+    """The tokens as the tree compares them."""
+    if not isinstance(token_ids, np.ndarray) or token_ids.dtype != _INT32:
+        kind = getattr(token_ids, "dtype", type(token_ids).__name__)
+        raise TypeError(
+            f"token ids must be a numpy array of int32, got {kind}; "
+            "convert them once, where they are made, with np.asarray(token_ids, np.int32)"
+        )
+    if token_ids.ndim != 1:
+        raise ValueError(
+            f"token ids must be one-dimensional, got shape {token_ids.shape}; pass one sequence"
+        )
+    return token_ids.tobytes()

@@ -1,0 +1,285 @@
+"""The radix tree: token prefixes to block ids. Knows nothing of holders, leases or eviction.
+
+Tokens are kept and compared as the bytes of int32 arrays: equal prefixes cost one memcmp, and
+whole tokens are four bytes, so a common prefix in bytes, rounded down, is one in tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sortedcontainers import SortedDict
+
+from sapwood.radix.namespace import Namespace
+from sapwood.radix.pool import BlockIds
+
+TOKEN_BYTES = 4
+_ID_BYTES = 8
+_NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+_NO_BLOCKS.flags.writeable = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Node:
+    """An edge of the tree and the point it leads to. Only `RadixTree` changes its shape.
+
+    Invariants: in the tree, a node has at least one block, whole ones but for a leaf's last,
+    and it is the only one under its parent to begin with its first block's tokens; taken out, it
+    has none and keeps its parent, so that whoever still knows it finds the way up.
+    """
+
+    id: int
+    """Unique in the tree's life and growing: the order of creation."""
+    parent: "Node | None"
+    """None for a namespace's root, which has no tokens."""
+    namespace: Namespace
+    tokens: bytearray
+    """The edge's token ids, int32."""
+    blocks: BlockIds
+    """One block for every `block_size` tokens begun."""
+    last_used: int = 0
+    """The cache's count of uses when this node was last part of one."""
+    num_children: int = 0
+    entry: tuple[Any, int] | None = None
+    """Where the node waits to be evicted; kept by `EvictionQueue`."""
+
+
+@dataclass(slots=True)
+class Path:
+    """How far a sequence of tokens goes in the tree.
+
+    The whole blocks of `nodes`, of the last one only the first `end`, hold the first
+    `num_blocks` blocks of the sequence. If `num_rows` is not 0, the next block of the last node,
+    which may be its first, begins with the `num_rows` tokens that follow. Together these are
+    `num_tokens`.
+    """
+
+    nodes: list[Node]
+    end: int
+    num_blocks: int
+    num_rows: int
+    num_tokens: int
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """The blocks taken whole, int32 `[num_blocks]`. O(nodes + blocks)."""
+        if not self.nodes:
+            return _NO_BLOCKS
+        *inner, last = self.nodes
+        return np.concatenate([node.blocks for node in inner] + [last.blocks[: self.end]])
+
+    @property
+    def row_block(self) -> int:
+        """The block that the `num_rows` tokens are in."""
+        return int(self.nodes[-1].blocks[self.end])
+
+    def drop_rows(self) -> None:
+        """Shorten the path to its whole blocks."""
+        self.num_tokens -= self.num_rows
+        self.num_rows = 0
+        if self.nodes and self.end == 0:
+            self.nodes.pop()
+            self.end = len(self.nodes[-1].blocks) if self.nodes else 0
+
+
+class RadixTree:
+    """Token prefixes to opaque block ids, a radix tree for each namespace.
+
+    Edges are whole blocks, except that a leaf may end in a partly filled one. All children are
+    in one sorted map under (parent, first block's tokens): the child that shares the longest
+    part of a block is a neighbour of the key, and a node without children costs nothing.
+
+    Invariants: no sibling is a prefix of another; a namespace has a root while it has tokens.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        """`block_size` is in tokens."""
+        self.num_tokens = 0
+        self.num_blocks = 0
+        self._block_size = block_size
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._children: SortedDict = SortedDict()
+        self._roots: dict[Namespace, Node] = {}
+        self._next_id = 0
+
+    def find(self, namespace: Namespace, tokens: bytes, max_tokens: int) -> Path:
+        """The longest path for the first `max_tokens` of `tokens`; changes nothing.
+
+        O(nodes * log(nodes of the tree)) and a memcmp of the tokens.
+        """
+        nodes: list[Node] = []
+        position, common, limit = 0, 0, max_tokens * TOKEN_BYTES
+        node = self._roots.get(namespace)
+        while node is not None and (node := self._child(node, tokens, position, limit)):
+            nodes.append(node)
+            edge = node.tokens
+            if len(edge) <= limit - position and tokens.startswith(edge, position):
+                common = len(edge)
+            else:
+                common = _num_common_bytes(tokens[position:limit], edge)
+            position += common
+            if common < len(edge) or common % self._block_bytes:
+                break
+        num_blocks, num_bytes = divmod(position, self._block_bytes)
+        end = common // self._block_bytes
+        return Path(nodes, end, num_blocks, num_bytes // TOKEN_BYTES, position // TOKEN_BYTES)
+
+    def ends_in_partial_leaf(self, path: Path) -> bool:
+        """Whether the rows of a path are all that a partly filled block has. O(1)."""
+        if not path.num_rows:
+            return False
+        num_tokens = path.end * self._block_size + path.num_rows
+        return num_tokens * TOKEN_BYTES == len(path.nodes[-1].tokens)
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Cut the first `num_blocks` blocks, not all, off into a new node above; returns it.
+
+        The given node keeps its id, children and end; both have its `last_used`.
+        O(length of the edge) in bytes copied.
+        """
+        num_bytes = num_blocks * self._block_bytes
+        upper = self._new_node(
+            node.parent, node.namespace, node.tokens[:num_bytes], node.blocks[:num_blocks].copy()
+        )
+        upper.last_used = node.last_used
+        upper.num_children = 1
+        self._children[self._key(node.parent, upper)] = upper
+        del node.tokens[:num_bytes]
+        node.blocks = node.blocks[num_blocks:].copy()
+        node.parent = upper
+        self._children[self._key(upper, node)] = node
+        return upper
+
+    def append(
+        self, namespace: Namespace, node: Node | None, tokens: bytes, blocks: BlockIds
+    ) -> Node:
+        """Add tokens behind a node that ends in a whole block, None for the namespace's root.
+
+        A leaf grows; under any other node begins a new one. Returns the node that ends with the
+        tokens. O(log(nodes of the tree)) and the copy of the node's blocks.
+        """
+        self.num_tokens += len(tokens) // TOKEN_BYTES
+        self.num_blocks += len(blocks)
+        if node is not None and node.num_children == 0:
+            node.tokens += tokens
+            node.blocks = np.concatenate((node.blocks, blocks))
+            return node
+        if node is None:
+            node = self._roots.get(namespace)
+        if node is None:
+            node = self._new_node(None, namespace, bytearray(), _NO_BLOCKS)
+            self._roots[namespace] = node
+        child = self._new_node(node, namespace, bytearray(tokens), blocks.copy())
+        self._children[self._key(node, child)] = child
+        node.num_children += 1
+        return child
+
+    def trim(self, leaf: Node, num_blocks: int) -> BlockIds:
+        """Take the last `num_blocks` blocks off a leaf, and the leaf out if none is left.
+
+        Returns their ids. O(log(nodes of the tree)) and the copy of the blocks that stay.
+        """
+        keep = len(leaf.blocks) - num_blocks
+        key = self._key(leaf.parent, leaf)
+        removed = leaf.blocks[keep:]
+        num_bytes = len(leaf.tokens)
+        del leaf.tokens[keep * self._block_bytes :]
+        leaf.blocks = leaf.blocks[:keep].copy()
+        self.num_tokens -= (num_bytes - len(leaf.tokens)) // TOKEN_BYTES
+        self.num_blocks -= num_blocks
+        if keep == 0:
+            del self._children[key]
+            self._forget_child(leaf.parent)
+        return removed
+
+    def walk(self) -> Iterator[tuple[int, Node]]:
+        """Every node with its depth, 0 under a root: depth first, siblings in order of bytes.
+
+        The tree must not change meanwhile.
+        """
+        for root in self._roots.values():
+            stack = [(0, child) for child in reversed(self._children_of(root))]
+            while stack:
+                depth, node = stack.pop()
+                yield depth, node
+                if node.num_children:
+                    stack += [(depth + 1, child) for child in reversed(self._children_of(node))]
+
+    def check(self) -> None:
+        """Assert every invariant of the shape. O(tokens)."""
+        num_tokens = num_blocks = 0
+        num_children: dict[Node, int] = dict.fromkeys(self._roots.values(), 0)
+        previous = b""
+        for key, node in self._children.items():
+            assert key == self._key(node.parent, node), "a key is not its child's first block"
+            assert not (previous and key.startswith(previous)), "a sibling is a prefix of another"
+            length = len(node.tokens) // TOKEN_BYTES
+            assert len(node.tokens) % TOKEN_BYTES == 0
+            assert len(node.blocks) == -(-length // self._block_size) > 0, "blocks do not fit"
+            assert not (node.num_children and length % self._block_size), "an inner edge is cut"
+            assert node.namespace == node.parent.namespace
+            num_children[node.parent] = num_children.get(node.parent, 0) + 1
+            num_tokens += length
+            num_blocks += len(node.blocks)
+            previous = key
+        visited = [node for _, node in self.walk()]
+        assert len(visited) == len(self._children), "a node is out of reach"
+        for node in [*self._roots.values(), *visited]:
+            assert node.num_children == num_children.get(node, 0), "children are miscounted"
+        for namespace, root in self._roots.items():
+            assert root.parent is None and root.namespace == namespace and not root.blocks.size
+            assert root.num_children, "an empty namespace has a root"
+        assert (num_tokens, num_blocks) == (self.num_tokens, self.num_blocks)
+
+    def _child(self, node: Node, tokens: bytes, position: int, limit: int) -> Node | None:
+        """The child that shares the most of the block at `position`, None if not one token."""
+        if not node.num_children or position >= limit:
+            return None
+        end = min(position + self._block_bytes, limit)
+        key = node.id.to_bytes(_ID_BYTES, "big") + tokens[position:end]
+        child: Node | None = self._children.get(key)
+        if child is not None:
+            return child
+        neighbours = (
+            next(self._children.irange(maximum=key, reverse=True), b""),
+            next(self._children.irange(minimum=key), b""),
+        )
+        first_token = key[: _ID_BYTES + TOKEN_BYTES]
+        near = [other for other in neighbours if other.startswith(first_token)]
+        if not near:
+            return None
+        best: Node = self._children[max(near, key=lambda other: _num_common_bytes(key, other))]
+        return best
+
+    def _children_of(self, node: Node) -> list[Node]:
+        """The node's children in order. O(children + log(nodes of the tree))."""
+        first, beyond = ((node.id + i).to_bytes(_ID_BYTES, "big") for i in (0, 1))
+        return [self._children[key] for key in self._children.irange(first, beyond)]
+
+    def _key(self, parent: Node | None, child: Node) -> bytes:
+        assert parent is not None, "a root is nobody's child"
+        return parent.id.to_bytes(_ID_BYTES, "big") + child.tokens[: self._block_bytes]
+
+    def _new_node(
+        self, parent: Node | None, namespace: Namespace, tokens: bytearray, blocks: BlockIds
+    ) -> Node:
+        self._next_id += 1
+        return Node(
+            id=self._next_id, parent=parent, namespace=namespace, tokens=tokens, blocks=blocks
+        )
+
+    def _forget_child(self, parent: Node | None) -> None:
+        """Count one child less, and drop a root that has none."""
+        assert parent is not None, "a root is nobody's child"
+        parent.num_children -= 1
+        if parent.parent is None and parent.num_children == 0:
+            del self._roots[parent.namespace]
+
+
+def _num_common_bytes(a: bytes | bytearray, b: bytes | bytearray) -> int:
+    """Bytes of the longest common prefix of whole tokens; neither may be empty. O(tokens)."""
+    count = min(len(a), len(b)) // TOKEN_BYTES
+    differs = np.frombuffer(a, np.int32, count) != np.frombuffer(b, np.int32, count)
+    first = int(differs.argmax())
+    return (first if differs[first] else count) * TOKEN_BYTES

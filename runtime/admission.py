@@ -1,0 +1,59 @@
+"""How many blocks the running requests will need at their worst moment.
+
+Reserving `max_tokens` for everybody leaves most of the pool idle; reserving nothing makes requests
+preempt each other. Between them lies a prediction: how long will each answer still get, and when
+is the sum highest (Gong et al. 2024, Past-Future scheduler).
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+from sortedcontainers import SortedList
+
+
+class LengthEstimator:
+    """Guesses how long an answer still gets, from the lengths of the last `window` answers."""
+
+    def __init__(self, window: int = 256, first_guess: int = 256) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: SortedList[int] = SortedList()
+        self._window = window
+        self._first_guess = first_guess
+
+    def observe(self, num_generated: int) -> None:
+        """Note the length of an answer that ended by itself. O(log window)."""
+        self._recent.append(num_generated)
+        self._sorted.add(num_generated)
+        if len(self._recent) > self._window:
+            self._sorted.remove(self._recent.popleft())
+
+    def remaining(self, num_generated: int, max_tokens: int) -> int:
+        """Tokens that an answer of `num_generated` so far is still expected to get, at least 1.
+
+        The third quartile of the answers that got longer than this one; where there is none, as
+        many as it already has. O(log window).
+        """
+        left = max(1, max_tokens - num_generated)
+        longer = len(self._sorted) - (rank := self._sorted.bisect_right(num_generated))
+        if longer:
+            expected = self._sorted[rank + (3 * longer) // 4] - num_generated
+        elif self._sorted:
+            expected = num_generated
+        else:
+            expected = self._first_guess
+        return int(min(left, max(1, expected)))
+
+
+def peak_blocks(
+    held: NDArray[np.int64], remaining: NDArray[np.int64], block_size: int
+) -> int:
+    """Blocks held at the worst moment, from what each request holds alone and its tokens to come.
+
+    Sorted by remaining tokens, longest first, the moment at which the i-th ends finds the first i
+    still there, each grown by what the i-th had left: the peak is the largest of these sums.
+    O(n log n).
+    """
+    order = np.argsort(-remaining, kind="stable")
+    growth = -(-remaining[order] // block_size) * np.arange(1, len(order) + 1)
+    return int((np.cumsum(held[order]) + growth).max(initial=0))

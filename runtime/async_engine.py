@@ -1,0 +1,142 @@
+"""The engine for asyncio."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from sapwood.runtime.engine_base import EngineBase, Sampling
+from sapwood.runtime.errors import EngineClosedError, EngineError
+from sapwood.runtime.outputs import RequestOutput
+from sapwood.runtime.processing import Input
+from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.sampling_params import SamplingParams
+
+
+class _Inbox:
+    """Where the outputs of one call arrive, on the event loop that made it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[SequenceOutput | None] = asyncio.Queue()
+
+    def put(self, told: SequenceOutput | None) -> None:
+        """To be called on the loop."""
+        self._queue.put_nowait(told)
+
+    async def take(self) -> SequenceOutput:
+        told = await self._queue.get()
+        if told is None:
+            raise EngineClosedError("the engine was closed before the request was done")
+        if told.error is not None:
+            raise EngineError(told.error)
+        return told
+
+
+class AsyncEngine(EngineBase[_Inbox]):
+    """A model that answers many callers on an event loop.
+
+    Making one loads the model, which takes a while: do it before the loop, or on a thread.
+    Tokenising and templates run on threads, never on the loop.
+    """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def generate(
+        self,
+        inputs: Input | Sequence[Input],
+        sampling: Sampling = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one input or a list of them, as `Engine.generate`.
+
+        Cancelling the call ends its requests. Raises RequestError before anything runs,
+        EngineError if the engine fails.
+        """
+        requests = await asyncio.to_thread(self._requests, inputs, sampling, request_ids)
+        builders = {request.request_id: self._builder(request) for request in requests}
+        inbox = _Inbox()
+        unfinished = set(builders)
+        self._submit(requests, inbox)
+        try:
+            while unfinished:
+                told = await inbox.take()
+                builders[told.request_id].add(told)
+                if told.finished:
+                    unfinished.discard(told.request_id)
+        finally:
+            self._withdraw(requests, unfinished)
+        return [builders[request.request_id].whole() for request in requests]
+
+    async def stream(
+        self,
+        input: Input,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one input piece by piece; each output has what is new only.
+
+        Closing the iterator, or cancelling who reads it, ends the request.
+        """
+        ids = None if request_id is None else [request_id]
+        [request] = await asyncio.to_thread(self._requests, [input], sampling, ids)
+        builder = self._builder(request)
+        inbox = _Inbox()
+        unfinished = {request.request_id}
+        self._submit([request], inbox)
+        try:
+            while unfinished:
+                told = await inbox.take()
+                if told.finished:
+                    unfinished.clear()
+                yield builder.add(told)
+        finally:
+            self._withdraw([request], unfinished)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; its caller gets what there is, with finish reason "abort".
+
+        False if no such request is in flight. The id is compared exactly.
+        """
+        if request_id not in self._inboxes:
+            return False
+        self._core.abort(request_id)
+        return True
+
+    async def flush_cache(self) -> None:
+        """Drop every cached token that no running request holds."""
+        await asyncio.wrap_future(self._core.flush_cache())
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, SequenceOutput | None]]] = {}
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                by_loop.setdefault(inbox.loop, []).append((inbox, output))
+        if not outputs:
+            for inbox in set(self._inboxes.values()):
+                by_loop.setdefault(inbox.loop, []).append((inbox, None))
+        for loop, deliveries in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, deliveries)  # one wake-up for a whole step
+            except RuntimeError:
+                # The loop is closed, and with it everyone who waited on it.
+                for _, told in deliveries:
+                    if told is not None and not told.finished:
+                        self._core.abort(told.request_id)
+
+
+def _put_all(deliveries: list[tuple[_Inbox, SequenceOutput | None]]) -> None:
+    for inbox, told in deliveries:
+        inbox.put(told)

@@ -1,0 +1,166 @@
+"""From options to a core that is ready to step."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sapwood.kernels import KERNELS, load_kernels
+from sapwood.radix import Namespace, NamespaceKind, NamespacePart, PrefixCache
+from sapwood.runtime.config import EngineConfig
+from sapwood.runtime.core import EngineCore
+from sapwood.runtime.errors import ConfigError
+from sapwood.runtime.model_runner import ModelRunner
+from sapwood.runtime.policy import load_policy
+from sapwood.runtime.scheduler import Scheduler
+from sapwood.runtime.segmenter import Segmenter
+from sapwood.runtime.tokenizer import Tokenizer
+from sapwood.runtime.weights import load_model
+
+CPU_KV_BYTES = 2**30
+MAX_SHARE_OF_FREE_MEMORY = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What is being served, and with what; for banners, model lists and error messages."""
+
+    model_name: str
+    dtype: str
+    device: str
+    kernels: str
+    max_model_len: int  # tokens of prompt and answer: the model's context or the pool's size
+    vocab_size: int
+    block_size: int  # tokens
+    num_kv_blocks: int
+    kv_bytes: int
+    schedule_policy: str
+    prefix_caching: bool
+    load_seconds: float
+    created: int  # seconds since the epoch
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self.num_kv_blocks * self.block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """A core and what its faces need to speak to it."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    info: EngineInfo
+    namespace: Namespace
+
+
+def build_engine(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
+    """Load the model, allocate the KV cache and put the core together.
+
+    Raises ModelError and ConfigError. Cost: reading the weights once.
+    """
+    started = time.monotonic()
+    policy = load_policy(config.scheduler.schedule_policy)
+    device = _device(config.model.device)
+    kernels_name = config.model.kernels
+    if kernels_name == "auto":
+        kernels_name = "cpu" if device.type == "cpu" else "reference"
+    if kernels_name not in KERNELS:
+        raise ConfigError(
+            f"kernels is {kernels_name!r}; it must be auto or one of {', '.join(KERNELS)}"
+        )
+    kernels = load_kernels(kernels_name)
+    loaded = load_model(
+        config.model.model,
+        dtype=config.model.dtype,
+        load_format=config.model.load_format,
+        device=device,
+        kernels=kernels,
+    )
+    assert loaded.path is not None, "a name always leads to a folder"
+    tokenizer = Tokenizer.from_folder(loaded.path)
+    block_size = config.cache.block_size
+    spec = loaded.model.kv_spec(1, block_size)
+    num_blocks = _num_blocks(config, spec.num_bytes, device)
+    kv = kernels.make_kv_cache(loaded.model.kv_spec(num_blocks, block_size))
+    max_model_len = _max_model_len(config, loaded.config.max_position_embeddings, num_blocks)
+
+    def make_cache() -> PrefixCache:
+        return PrefixCache(num_blocks, block_size, enabled=config.cache.prefix_caching)
+
+    scheduler = Scheduler(
+        make_cache(),
+        policy,
+        config.scheduler,
+        segmenter=Segmenter(block_size, kernels.min_saved_tokens),
+        max_model_len=max_model_len,
+        token_bytes=tokenizer.token_bytes,
+    )
+    core = EngineCore(
+        scheduler,
+        ModelRunner(loaded.model, kernels, kv),
+        clock=clock,
+        make_cache=make_cache,
+        check_invariants=config.scheduler.check_invariants,
+    )
+    info = EngineInfo(
+        model_name=loaded.name,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        device=str(device),
+        kernels=kernels.name,
+        max_model_len=max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        block_size=block_size,
+        num_kv_blocks=num_blocks,
+        kv_bytes=num_blocks * spec.num_bytes,
+        schedule_policy=config.scheduler.schedule_policy,
+        prefix_caching=config.cache.prefix_caching,
+        load_seconds=time.monotonic() - started,
+        created=int(time.time()),
+    )
+    namespace = (NamespacePart(NamespaceKind.MODEL, loaded.name),)
+    return EngineParts(core=core, tokenizer=tokenizer, info=info, namespace=namespace)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and torch sees no GPU; use cpu, or install a CUDA build")
+    return torch.device(name)
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
+    """Blocks of the KV cache: as asked, or a share of the free memory."""
+    if config.cache.num_kv_blocks is not None:
+        return config.cache.num_kv_blocks
+    if config.cache.kv_cache_memory is not None:
+        kv_bytes = config.cache.kv_cache_memory
+    elif device.type == "cuda":
+        kv_bytes = int(torch.cuda.mem_get_info(device)[0] * MAX_SHARE_OF_FREE_MEMORY)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        kv_bytes = min(CPU_KV_BYTES, int(free * MAX_SHARE_OF_FREE_MEMORY))
+    if kv_bytes < block_bytes:
+        raise ConfigError(
+            f"kv_cache_memory is {kv_bytes} bytes, one block takes {block_bytes}; raise it"
+        )
+    return kv_bytes // block_bytes
+
+
+def _max_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int:
+    """Tokens that a request may have: no more than asked, than the model takes, than the pool
+    holds."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > model_len:
+        raise ConfigError(
+            f"max_model_len is {asked}, the model takes {model_len} tokens; lower it"
+        )
+    capacity = num_blocks * config.cache.block_size
+    if capacity < 2:
+        raise ConfigError(f"the KV cache holds {capacity} tokens, at least 2 are needed")
+    return min(asked or model_len, capacity)

@@ -1,0 +1,124 @@
+"""Engine options: a value in three small groups, checked once.
+
+`EngineConfig.from_options("smollm2", max_num_seqs=8)` sorts flat names into the groups, so that
+Python callers and the command line need not know them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from sapwood.runtime.errors import ConfigError
+
+
+class BatchingMode(StrEnum):
+    """How requests join a running batch."""
+
+    CONTINUOUS = "continuous"  # membership is decided before every step (Yu et al. 2022, Orca)
+    STATIC = "static"  # a group is frozen until its longest member ends: the textbook baseline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What to load and how to compute with it."""
+
+    model: str = "smollm2"  # a known name, a folder, a .gguf file or a hub id
+    dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on a CPU, else the checkpoint's
+    load_format: str = "auto"  # auto, dummy (random weights from the folder's config)
+    device: str = "auto"  # cpu, cuda
+    kernels: str = "auto"  # a name from sapwood.kernels.KERNELS
+    max_model_len: int | None = None  # tokens of prompt and answer; None: the model's own
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        if not self.model:
+            raise ConfigError("model is empty; give a name, a folder, a .gguf file or a hub id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """The KV cache and the tree over it."""
+
+    block_size: int = 16  # tokens of a block; hits are token-granular at any size
+    kv_cache_memory: int | None = None  # bytes; None: a share of what is free
+    num_kv_blocks: int | None = None  # overrides kv_cache_memory
+    prefix_caching: bool = True  # False: no tree, every prompt is computed anew
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.num_kv_blocks is not None:
+            _at_least("num_kv_blocks", self.num_kv_blocks, 1)
+        if self.kv_cache_memory is not None:
+            _at_least("kv_cache_memory", self.kv_cache_memory, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """Who runs when."""
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 256  # rows of one step
+    schedule_policy: str = "lpm"  # a name from sapwood.runtime.policy.POLICIES
+    max_overtakes: int = 64  # a request overtaken that often goes first
+    mode: BatchingMode = BatchingMode.CONTINUOUS
+    check_invariants: bool = False  # after every step; for tests and debugging, slow
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_overtakes", self.max_overtakes, 1)
+        _one_of("mode", self.mode, tuple(BatchingMode))
+        object.__setattr__(self, "mode", BatchingMode(self.mode))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, fewer than "
+                f"max_num_seqs {self.max_num_seqs}: a full batch could not take one token each; "
+                "raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All options of one engine."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+
+    @classmethod
+    def from_options(cls, model: str = "smollm2", **options: Any) -> "EngineConfig":
+        """Sort flat option names into their groups. Raises ConfigError for an unknown one."""
+        values: dict[str, Any] = {"model": model, **options}
+        unknown = sorted(set(values) - set(option_groups()))
+        if unknown:
+            known = ", ".join(sorted(option_groups()))
+            raise ConfigError(f"unknown engine option {unknown[0]!r}; the options are: {known}")
+        picked: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        for name, value in values.items():
+            picked[option_groups()[name]][name] = value
+        return cls(
+            model=ModelOptions(**picked["model"]),
+            cache=CacheOptions(**picked["cache"]),
+            scheduler=SchedulerOptions(**picked["scheduler"]),
+        )
+
+
+def option_groups() -> Mapping[str, str]:
+    """The group (a field of EngineConfig) by option name."""
+    groups = (("model", ModelOptions), ("cache", CacheOptions), ("scheduler", SchedulerOptions))
+    return MappingProxyType({f.name: group for group, cls in groups for f in fields(cls)})
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")

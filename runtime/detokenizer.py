@@ -1,0 +1,67 @@
+"""Token ids to text, as they arrive.
+
+Works on the bytes that each token adds (`Tokenizer.token_bytes`), so the text of an answer does
+not depend on how its tokens were grouped, and never contains a piece of the prompt.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from sapwood.runtime.stop import StopMatch, StopMatcher
+
+
+class IncrementalDetokenizer:
+    """The text of one answer, given out piece by piece as soon as it is certain.
+
+    Held back are an incomplete character at the end and the longest ending that may still become
+    a stop string; nothing else. Bytes that are no UTF-8 become U+FFFD as in
+    `bytes.decode(errors="replace")`. Ids outside the table add nothing: a model may have more rows
+    than its tokenizer has tokens.
+    """
+
+    def __init__(
+        self, token_bytes: Sequence[bytes], stops: Iterable[str] = (), *, min_tokens: int = 0
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._matcher = StopMatcher((stop.encode() for stop in stops), min_tokens=min_tokens)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pending = b""  # not yet given to the decoder
+        self._num_decoded = 0  # bytes given to the decoder
+        self._finished = False
+
+    def add(self, token_ids: Iterable[int], finished: bool = False) -> str:
+        """Take in the next tokens; return the text that has become certain.
+
+        `finished` says that no more will come: what was held back comes out, an incomplete
+        character as U+FFFD. An end token is not text, so the caller leaves it out. At a stop
+        string the text ends in front of it, and whatever follows adds nothing.
+        O(bytes added * stop strings).
+        """
+        if self._finished:
+            return ""
+        match = self._take_in(token_ids)
+        if match is not None:
+            self._finished = True
+            return self._decode(match.text_len - self._num_decoded, final=True)
+        if finished:
+            self._finished = True
+            return self._decode(len(self._pending), final=True)
+        # A stop string starts with a whole character, so a held beginning of one proves that an
+        # incomplete character in front of it will stay incomplete.
+        num_held = self._matcher.num_held
+        return self._decode(len(self._pending) - num_held, final=num_held > 0)
+
+    def _take_in(self, token_ids: Iterable[int]) -> StopMatch | None:
+        num_tokens = len(self._token_bytes)
+        for token_id in token_ids:
+            token = self._token_bytes[token_id] if 0 <= token_id < num_tokens else b""
+            self._pending += token
+            match = self._matcher.feed(token)
+            if match is not None:
+                return match
+        return None
+
+    def _decode(self, num_bytes: int, *, final: bool) -> str:
+        data, self._pending = self._pending[:num_bytes], self._pending[num_bytes:]
+        self._num_decoded += num_bytes
+        return self._decoder.decode(data, final)

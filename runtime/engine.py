@@ -1,0 +1,106 @@
+"""The synchronous engine."""
+
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+from sapwood.runtime.engine_base import EngineBase, Sampling
+from sapwood.runtime.errors import EngineClosedError, EngineError
+from sapwood.runtime.outputs import RequestOutput
+from sapwood.runtime.processing import Input
+from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.sampling_params import SamplingParams
+
+_Inbox = SimpleQueue[SequenceOutput | None]
+
+
+class Engine(EngineBase[_Inbox]):
+    """A model that answers, one call at a time or from several threads.
+
+        with Engine("smollm2") as engine:
+            [output] = engine.generate("The capital of France is")
+
+    Requests that share a prefix share its computation, within a call and between calls.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self, inputs: Input | Sequence[Input], sampling: Sampling = None
+    ) -> list[RequestOutput]:
+        """Answer one input or a list of them, in their order; one input gives a list of one.
+
+        An input is a string, a list of token ids or a list of chat messages. `sampling` holds for
+        all of them, or is a list with one for each. Raises RequestError before anything runs,
+        EngineError if the engine fails.
+        """
+        requests = self._requests(inputs, sampling)
+        builders = {request.request_id: self._builder(request) for request in requests}
+        inbox: _Inbox = SimpleQueue()
+        unfinished = set(builders)
+        self._submit(requests, inbox)
+        try:
+            while unfinished:
+                told = _take(inbox)
+                builders[told.request_id].add(told)
+                if told.finished:
+                    unfinished.discard(told.request_id)
+        finally:
+            self._withdraw(requests, unfinished)
+        return [builders[request.request_id].whole() for request in requests]
+
+    def stream(
+        self, input: Input, sampling: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one input piece by piece; each output has what is new only.
+
+        Leaving the loop early ends the request. Raises like `generate`.
+        """
+        [request] = self._requests([input], sampling)
+        return self._pieces(request)
+
+    def _pieces(self, request: Request) -> Iterator[RequestOutput]:
+        builder = self._builder(request)
+        inbox: _Inbox = SimpleQueue()
+        unfinished = {request.request_id}
+        self._submit([request], inbox)
+        try:
+            while unfinished:
+                told = _take(inbox)
+                if told.finished:
+                    unfinished.clear()
+                yield builder.add(told)
+        finally:
+            self._withdraw([request], unfinished)
+
+    def flush_cache(self) -> None:
+        """Drop every cached token that no running request holds."""
+        self._core.flush_cache().result()
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.put(output)
+        if not outputs:
+            for inbox in set(self._inboxes.values()):
+                inbox.put(None)
+
+
+def _take(inbox: _Inbox) -> SequenceOutput:
+    told = inbox.get()
+    if told is None:
+        raise EngineClosedError("the engine was closed before the request was done")
+    if told.error is not None:
+        raise EngineError(told.error)
+    return told

@@ -1,0 +1,131 @@
+"""What the two faces of an engine have in common."""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from sapwood.radix import NodeView
+from sapwood.runtime.build import EngineInfo, build_engine
+from sapwood.runtime.config import EngineConfig
+from sapwood.runtime.core import EngineStats
+from sapwood.runtime.core_thread import CoreThread
+from sapwood.runtime.errors import RequestError
+from sapwood.runtime.processing import AnswerBuilder, Input, InputProcessor, is_single
+from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.tokenizer import Tokenizer
+
+InboxT = TypeVar("InboxT")
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+
+
+class EngineBase(Generic[InboxT]):
+    """Loads a model and runs its core on a thread. Several may live in one process.
+
+    Subclasses say what an inbox is, where the outputs of one call arrive.
+    """
+
+    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+        """`options` are the fields of the groups in `sapwood.runtime.config`.
+
+        Raises ConfigError for an unknown one, ModelError where the model cannot be served.
+        """
+        self.config = EngineConfig.from_options(model, **options)
+        self._clock = time.monotonic
+        parts = build_engine(self.config, self._clock)
+        self.info: EngineInfo = parts.info
+        self.tokenizer: Tokenizer = parts.tokenizer
+        self._inputs = InputProcessor(
+            parts.tokenizer,
+            max_model_len=parts.info.max_model_len,
+            vocab_size=parts.info.vocab_size,
+            namespace=parts.namespace,
+        )
+        self._inboxes: dict[str, InboxT] = {}  # by request id
+        self._lock = threading.Lock()  # between the check of an id and its use
+        self._core = CoreThread(parts.core, self._deliver)
+
+    def stats(self) -> EngineStats:
+        """Counts as of the last step. O(1)."""
+        return self._core.stats
+
+    def tree(self) -> list[NodeView]:
+        """The radix tree between two steps, depth first. O(nodes)."""
+        return self._core.tree().result()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are being worked on."""
+        return self._core.is_alive
+
+    def close(self) -> None:
+        """End all requests and free the model. Idempotent."""
+        self._core.close()
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        """Pass on what a step told; an empty list says that nothing will follow."""
+        raise NotImplementedError
+
+    def _requests(
+        self,
+        inputs: Input | Sequence[Input],
+        sampling: Sampling,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[Request]:
+        """Checked requests for one input or many. Raises before anything is submitted."""
+        if not isinstance(inputs, Sequence | np.ndarray):
+            raise RequestError(
+                f"inputs are strings, token ids or chat messages, not {type(inputs).__name__}",
+                param="inputs",
+            )
+        prompts: list[Any] = [inputs] if is_single(inputs) else list(inputs)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(prompts)  # type: ignore[list-item]
+        ids: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
+        for name, given in (("sampling", sampling), ("request_ids", ids)):
+            if len(given) != len(prompts):
+                raise RequestError(
+                    f"{len(prompts)} inputs and {len(given)} {name}; give one for each input",
+                    param=name,
+                )
+        now = self._clock()
+        return [
+            self._inputs.process(prompt, params, request_id=request_id, now=now)
+            for prompt, params, request_id in zip(prompts, sampling, ids, strict=True)
+        ]
+
+    def _builder(self, request: Request) -> AnswerBuilder:
+        return AnswerBuilder(request, self.tokenizer.token_bytes)
+
+    def _submit(self, requests: Sequence[Request], inbox: InboxT) -> None:
+        """Hand requests to the core, their outputs to `inbox`.
+
+        Raises RequestError where an id is in use, EngineClosedError after `close`.
+        """
+        with self._lock:
+            in_flight = set(self._inboxes)
+            for request in requests:
+                if request.request_id in in_flight:
+                    raise RequestError(
+                        f"request id {request.request_id!r} is in use; wait for it or choose "
+                        "another",
+                        param="request_id",
+                    )
+                in_flight.add(request.request_id)
+            for request in requests:
+                self._inboxes[request.request_id] = inbox
+        try:
+            self._core.submit(*requests)
+        except BaseException:
+            self._withdraw(requests, ())
+            raise
+
+    def _withdraw(self, requests: Sequence[Request], unfinished: Iterable[str]) -> None:
+        """Expect nothing more of these requests, and end those that are unfinished."""
+        for request in requests:
+            self._inboxes.pop(request.request_id, None)
+        for request_id in unfinished:
+            self._core.abort(request_id)

@@ -1,0 +1,192 @@
+"""Inputs to requests, and what the core tells to outputs.
+
+The only place where text meets tokens. Runs on the caller's side, never in the core.
+"""
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from sapwood.radix import Namespace
+from sapwood.runtime.detokenizer import IncrementalDetokenizer
+from sapwood.runtime.errors import ContextLengthError, RequestError
+from sapwood.runtime.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    TokenLogprobs,
+)
+from sapwood.runtime.request import Request, SequenceOutput, TokenIds
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Input = str | Sequence[int] | TokenIds | Sequence[Message]
+
+
+def is_single(inputs: Any) -> TypeGuard[Input]:
+    """Whether this is one input rather than a list of them."""
+    if isinstance(inputs, str | np.ndarray):
+        return True
+    if not isinstance(inputs, Sequence) or not inputs:
+        return False
+    return isinstance(inputs[0], int | np.integer | Mapping)
+
+
+class InputProcessor:
+    """Renders, tokenises and checks. Thread-safe; nothing wrong gets past it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int, namespace: Namespace
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._namespace = namespace
+
+    def process(
+        self,
+        prompt: Input,
+        sampling: SamplingParams | None,
+        *,
+        request_id: str | None,
+        now: float,
+    ) -> Request:
+        """A request for the core. Raises RequestError; cost: that of tokenising."""
+        sampling = sampling if sampling is not None else SamplingParams()
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(
+                f"sampling must be SamplingParams, not {type(sampling).__name__}", param="sampling"
+            )
+        token_ids = self._token_ids(prompt)
+        room = self._max_model_len - len(token_ids)
+        if room < 1:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._max_model_len} tokens, and the "
+                f"prompt has {len(token_ids)}, which leaves none for the answer; shorten the "
+                "prompt, or start the engine with a larger max_model_len or KV cache",
+                param="messages" if _is_chat(prompt) else "prompt",
+            )
+        for token_id in sampling.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError(
+                    f"stop_token_ids has {token_id}, the vocabulary {self._vocab_size} tokens",
+                    param="stop_token_ids",
+                )
+        token_ids.flags.writeable = False
+        return Request(
+            request_id=request_id if request_id is not None else f"req-{uuid.uuid4().hex}",
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            arrival_time=now,
+            namespace=self._namespace,
+        )
+
+    def _token_ids(self, prompt: Input) -> TokenIds:
+        if isinstance(prompt, str):
+            token_ids = self._tokenizer.encode(prompt)
+        elif _is_chat(prompt):
+            token_ids = self._tokenizer.encode_chat(prompt)
+        else:
+            token_ids = self._checked_ids(prompt)
+        if not len(token_ids):
+            raise RequestError(
+                "the prompt is empty; give at least one token of text", param="prompt"
+            )
+        return token_ids
+
+    def _checked_ids(self, prompt: Any) -> TokenIds:
+        """A copy of the given ids as int32, each of them within the vocabulary."""
+        wanted = f"whole numbers from 0 to {self._vocab_size - 1}"
+        try:
+            ids = np.array(prompt)
+        except (ValueError, OverflowError) as error:
+            raise RequestError(f"a prompt of token ids takes {wanted}", param="prompt") from error
+        if ids.size == 0:
+            return np.empty(0, np.int32)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError(
+                f"a prompt is a string, a list of token ids ({wanted}) or a list of chat messages",
+                param="prompt",
+            )
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if outside.size:
+            raise RequestError(
+                f"token id {outside[0]} is outside the vocabulary; it takes {wanted}",
+                param="prompt",
+            )
+        return ids.astype(np.int32)
+
+
+def _is_chat(prompt: Any) -> TypeGuard[Sequence[Message]]:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and bool(prompt)
+        and isinstance(prompt[0], Mapping)
+    )
+
+
+class AnswerBuilder:
+    """Turns what the core tells of one request into outputs: the one code path for streams and
+    whole answers."""
+
+    def __init__(self, request: Request, token_bytes: Sequence[bytes]) -> None:
+        self._request = request
+        self._detokenizer = IncrementalDetokenizer(
+            token_bytes, request.sampling.stop, min_tokens=request.sampling.min_tokens
+        )
+        self._pieces: list[RequestOutput] = []
+
+    def add(self, told: SequenceOutput) -> RequestOutput:
+        """The new piece: text, tokens and log-probabilities that were not given out before."""
+        ended_by_token = told.finish_reason is FinishReason.STOP and not isinstance(
+            told.stop_reason, str
+        )
+        text_ids = told.token_ids[:-1] if ended_by_token else told.token_ids
+        piece = CompletionOutput(
+            index=0,
+            text=self._detokenizer.add(text_ids, finished=told.finished),
+            token_ids=told.token_ids,
+            logprobs=told.logprobs if self._request.sampling.logprobs else None,
+            finish_reason=told.finish_reason,
+            stop_reason=told.stop_reason,
+        )
+        output = RequestOutput(
+            request_id=told.request_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=(piece,),
+            num_cached_tokens=told.num_cached_tokens,
+            metrics=told.metrics,
+        )
+        self._pieces.append(output)
+        return output
+
+    def whole(self) -> RequestOutput:
+        """All pieces so far as one output; there is at least one. O(tokens)."""
+        last = self._pieces[-1]
+        answers = [piece.outputs[0] for piece in self._pieces]
+        logprobs: tuple[TokenLogprobs, ...] | None = None
+        if self._request.sampling.logprobs:
+            logprobs = tuple(entry for answer in answers for entry in answer.logprobs or ())
+        whole = CompletionOutput(
+            index=0,
+            text="".join(answer.text for answer in answers),
+            token_ids=tuple(token for answer in answers for token in answer.token_ids),
+            logprobs=logprobs,
+            finish_reason=answers[-1].finish_reason,
+            stop_reason=answers[-1].stop_reason,
+        )
+        return RequestOutput(
+            request_id=last.request_id,
+            prompt_token_ids=last.prompt_token_ids,
+            outputs=(whole,),
+            num_cached_tokens=last.num_cached_tokens,
+            metrics=last.metrics,
+        )

@@ -1,0 +1,209 @@
+"""A request as it was asked, and the state of the sequence that answers it.
+
+Knows no tensors and reads no clock.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sapwood.radix import Lease, Namespace
+from sapwood.runtime.outputs import FinishReason, RequestMetrics, TokenLogprobs
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.stop import StopMatcher
+
+TokenIds = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """A checked request: it fits the context, and its options are within their ranges.
+
+    `max_tokens` and `seed` are settled here, so that nothing below has to decide them.
+    """
+
+    request_id: str
+    prompt_token_ids: TokenIds  # int32 [num_prompt_tokens], at least one
+    sampling: SamplingParams
+    max_tokens: int
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    arrival_time: float  # seconds, the engine's clock
+    namespace: Namespace = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Every token id that ends the answer."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return frozenset((*eos, *self.sampling.stop_token_ids))
+
+
+class Sequence:
+    """The one mutable state of a request. Only the scheduler changes it.
+
+    Invariants: `0 <= num_computed <= num_tokens`; a lease is held exactly while running; tokens
+    `[0, num_computed)` have their keys and values in the lease's blocks.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "arrival_index",
+        "end_token_ids",
+        "first_scheduled_time",
+        "first_token_time",
+        "lease",
+        "match_version",
+        "num_cached_prompt_tokens",
+        "num_computed",
+        "num_matched",
+        "num_overtaken",
+        "num_preemptions",
+        "num_tokens",
+        "request",
+        "stop_matcher",
+    )
+
+    def __init__(self, request: Request, arrival_index: int) -> None:
+        self.request = request
+        self.arrival_index = arrival_index
+        self.num_tokens = request.num_prompt_tokens
+        self.num_computed = 0
+        self.lease: Lease | None = None
+        self.num_cached_prompt_tokens: int | None = None  # counted once, at first admission
+        self.num_matched = 0  # of the cache's version `match_version`
+        self.match_version = -1
+        self.num_overtaken = 0
+        self.num_preemptions = 0
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.end_token_ids = request.end_token_ids
+        stops = tuple(text.encode() for text in request.sampling.stop)
+        min_tokens = request.sampling.min_tokens
+        self.stop_matcher = StopMatcher(stops, min_tokens=min_tokens) if stops else None
+        self._buffer = request.prompt_token_ids
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Prompt and answer so far, int32 [num_tokens]; a view."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def settled_token_ids(self) -> TokenIds:
+        """The tokens whose keys and values exist, int32 [num_computed]; a view."""
+        return self._buffer[: self.num_computed]
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it computes a prompt, or computes anew what it lost to a preemption."""
+        return self.num_uncomputed > 1 or self.num_computed < self.request.num_prompt_tokens
+
+    @property
+    def is_running(self) -> bool:
+        return self.lease is not None
+
+    @property
+    def held_lease(self) -> Lease:
+        """The lease of a running sequence."""
+        assert self.lease is not None, "a waiting sequence holds no lease"
+        return self.lease
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token. Amortised O(1): the buffer doubles."""
+        if self.num_tokens == len(self._buffer):
+            room = max(64, self.num_tokens)
+            self._buffer = np.concatenate([self._buffer, np.empty(room, np.int32)])
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def metrics(self, finished_time: float | None = None) -> RequestMetrics:
+        return RequestMetrics(
+            arrival_time=self.request.arrival_time,
+            first_scheduled_time=self.first_scheduled_time,
+            first_token_time=self.first_token_time,
+            finished_time=finished_time,
+            num_preemptions=self.num_preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """What one step has to tell about one sequence. `error` is set when it failed."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class WaitingQueue:
+    """Sequences that wait, in arrival order, behind those that were preempted.
+
+    O(1) to add and to remove by id.
+    """
+
+    __slots__ = ("_by_id", "_preempted")
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Sequence] = {}
+        self._preempted: dict[str, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id) + len(self._preempted)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._preempted.values()
+        yield from self._by_id.values()
+
+    @property
+    def preempted(self) -> list[Sequence]:
+        """Those to resume before any other, earliest arrival first."""
+        return sorted(self._preempted.values(), key=lambda seq: seq.arrival_index)
+
+    @property
+    def fresh(self) -> list[Sequence]:
+        """Those that never ran, earliest arrival first."""
+        return list(self._by_id.values())
+
+    def add(self, sequence: Sequence) -> None:
+        self._by_id[sequence.request_id] = sequence
+
+    def add_preempted(self, sequence: Sequence) -> None:
+        self._preempted[sequence.request_id] = sequence
+
+    def pop(self, request_id: str) -> Sequence | None:
+        """Take a sequence out; None if it does not wait here."""
+        return self._preempted.pop(request_id, None) or self._by_id.pop(request_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token drawn for one chunk, with log-probabilities if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = field(default=None)

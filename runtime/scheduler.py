@@ -1,0 +1,453 @@
+"""Decides what every step computes, and what its results mean.
+
+    plan    running sequences first, then waiting ones in the policy's order -> StepPlan
+    commit  advance, publish, decide every stop, release                     -> SequenceOutput
+
+Membership is decided before every step (Yu et al. 2022, Orca); prompts are cut into chunks under
+one token budget (Agrawal et al. 2024, Sarathi-Serve); waiting requests are ordered by their longest
+cached prefix (Zheng et al. 2024, SGLang). Knows no tensors, no text, and reads no clock.
+"""
+
+import logging
+from bisect import bisect_right, insort
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from sapwood.radix import PrefixCache
+from sapwood.runtime.admission import LengthEstimator, peak_blocks
+from sapwood.runtime.config import BatchingMode, SchedulerOptions
+from sapwood.runtime.outputs import FinishReason
+from sapwood.runtime.policy import SchedulingPolicy
+from sapwood.runtime.request import (
+    Request,
+    SampledToken,
+    Sequence,
+    SequenceOutput,
+    TokenIds,
+    WaitingQueue,
+)
+from sapwood.runtime.segmenter import Segmenter
+from sapwood.runtime.step_plan import Chunk, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Running totals. Tokens of a prompt are counted once, at first admission."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0  # rows of all steps
+    generated_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """Why a sequence ends with its newest token."""
+
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class Scheduler:
+    """Owns every sequence, and each lease on the cache.
+
+    `max_model_len` bounds prompt and answer, in tokens; it is at most what the pool holds, so that
+    a request that is alone always fits. `token_bytes` gives the bytes that each token id adds to
+    the text, for stop strings.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        policy: SchedulingPolicy,
+        options: SchedulerOptions,
+        *,
+        segmenter: Segmenter,
+        max_model_len: int,
+        token_bytes: SequenceOf[bytes] = (),
+    ) -> None:
+        if max_model_len > cache.num_blocks * cache.block_size:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, the pool holds "
+                f"{cache.num_blocks * cache.block_size} tokens"
+            )
+        self.counters = SchedulerCounters()
+        self._cache = cache
+        self._policy = policy
+        self._options = options
+        self._segmenter = segmenter
+        self._max_model_len = max_model_len
+        self._token_bytes = token_bytes
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # in the order of arrival
+        self._static_group: frozenset[str] = frozenset()
+        self._estimator = LengthEstimator()
+        self._num_arrived = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return list(self._waiting)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """In the order of arrival."""
+        return list(self._running)
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
+
+    def add(self, request: Request) -> None:
+        """Queue a request. O(1)."""
+        self._waiting.add(Sequence(request, self._num_arrived))
+        self._num_arrived += 1
+
+    def abort(self, request_id: str, now: float) -> SequenceOutput | None:
+        """End a request wherever it is. What it computed stays in the tree; None if it is not here
+        (any more)."""
+        sequence = self._waiting.pop(request_id)
+        if sequence is None:
+            sequence = next((s for s in self._running if s.request_id == request_id), None)
+            if sequence is None:
+                return None
+            self._leave(sequence)
+        return self._output(sequence, now, stop=_Stop(FinishReason.ABORT))
+
+    def preempt(self, num_sequences: int = 1) -> int:
+        """Send the newest running sequences back to wait; how many there were to send."""
+        victims = self._running[-num_sequences:]
+        for victim in reversed(victims):
+            self._preempt(victim)
+        return len(victims)
+
+    def drop_running(self, cache: PrefixCache) -> list[Sequence]:
+        """Forget every running sequence and go on with another, empty cache.
+
+        For quarantine: the old cache is not touched, as it may be what is broken. Returns the
+        sequences that held leases on it; those that wait are kept.
+        """
+        dropped, self._running = self._running, []
+        for sequence in dropped:
+            sequence.lease = None
+        for sequence in self._waiting:
+            sequence.match_version = -1
+        self._cache = cache
+        return dropped
+
+    def drop_waiting(self) -> list[Sequence]:
+        """Forget every waiting sequence and return them."""
+        dropped = list(self._waiting)
+        self._waiting = WaitingQueue()
+        return dropped
+
+    # -- plan ----------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute."""
+        chunks: list[Chunk] = []
+        num_preemptions = self.counters.num_preemptions
+        budget = self._options.max_num_batched_tokens
+        budget = self._plan_running(chunks, budget)
+        if self.counters.num_preemptions == num_preemptions:
+            self._admit(chunks, budget, now)
+        if not chunks:
+            assert not self._running and not self._waiting, "work is left and nothing can run"
+            return None
+        leases = [chunk.sequence.held_lease for chunk in chunks]
+        return StepPlan(
+            chunks=tuple(chunks),
+            copies=tuple(lease.copy for lease in leases if lease.copy is not None),
+            attention=self._segmenter.plan(chunks),
+        )
+
+    def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
+        """One token for each sequence that decodes, then the prompts in progress; the budget left.
+
+        Those with one token to compute go first, so that a long prompt never stalls an answer.
+        """
+        for sequence in sorted(self._running, key=lambda s: s.is_prefilling):
+            if not sequence.is_running:
+                continue  # preempted by one before it
+            length = min(sequence.num_uncomputed, budget)
+            if length and self._grow(sequence, sequence.num_computed + length):
+                chunks.append(_chunk(sequence, length))
+                budget -= length
+        return budget
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Get blocks for `num_tokens` tokens, at the cost of the newest; False if that is itself."""
+        while not sequence.held_lease.extend(num_tokens):
+            victim = self._running[-1]
+            assert len(self._running) > 1, "a sequence alone in the pool does not fit"
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Publish and release, so that the resume is a cache hit."""
+        logger.debug("preempt %s", sequence.request_id)
+        self._leave(sequence)
+        sequence.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._waiting.add_preempted(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give the lease back; the tree keeps what was computed."""
+        lease = sequence.held_lease
+        lease.publish(sequence.settled_token_ids)
+        lease.release()
+        sequence.lease = None
+        sequence.num_computed = 0
+        self._running.remove(sequence)
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
+        """Fill the rest of the step with waiting sequences."""
+        admitted: list[Sequence] = []
+        held: set[str] = set()
+        for sequence in self._candidates():
+            if not budget or len(self._running) >= self._options.max_num_seqs:
+                break
+            if self._is_held(sequence):
+                held.add(sequence.request_id)
+                continue
+            if not self._start(sequence, now):
+                break
+            admitted.append(sequence)
+            length = min(sequence.num_uncomputed, budget)
+            chunks.append(_chunk(sequence, length))
+            budget -= length
+        self._count_overtaken(admitted, held)
+
+    def _candidates(self) -> list[Sequence]:
+        """Who may be admitted, in order: preempted, overtaken too often, then as the policy says."""
+        if not self._waiting:
+            return []
+        if self._options.mode is BatchingMode.STATIC:
+            return self._static_candidates()
+        aged, others = [], []
+        for sequence in self._waiting.fresh:
+            is_aged = sequence.num_overtaken >= self._options.max_overtakes
+            (aged if is_aged else others).append(sequence)
+        ordered = self._policy.order(others, self._num_matched)
+        return [*self._waiting.preempted, *aged, *ordered]
+
+    def _static_candidates(self) -> list[Sequence]:
+        """The members of the frozen group that have yet to start; a new group once it is done."""
+        waiting = [*self._waiting.preempted, *self._waiting.fresh]
+        group = [s for s in waiting if s.request_id in self._static_group]
+        if not self._running and not group:
+            group = waiting[: self._options.max_num_seqs]
+            self._static_group = frozenset(s.request_id for s in group)
+        return group
+
+    def _num_matched(self, sequence: Sequence) -> int:
+        """Tokens of the longest cached prefix; looked up again only when the tree has changed."""
+        if sequence.match_version != self._cache.version:
+            match = self._cache.match(sequence.token_ids, sequence.request.namespace)
+            sequence.num_matched = match.num_tokens
+            sequence.match_version = self._cache.version
+        return sequence.num_matched
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to compute what this one lacks (single flight).
+
+        Waiting must save at least one token. The last token is computed in any case, so it never
+        counts. The hold ends when the running one has published their common prefix, which it
+        does after every chunk, or has left.
+        """
+        if not self._cache.enabled:
+            return False
+        num_matched = self._num_matched(sequence)
+        for other in self._running:
+            if not other.is_prefilling or other.request.namespace != sequence.request.namespace:
+                continue
+            num_common = _common_prefix(other.token_ids, sequence.token_ids[:-1])
+            if num_common > max(num_matched, other.num_computed):
+                return True
+        return False
+
+    def _start(self, sequence: Sequence, now: float) -> bool:
+        """Lease blocks for all known tokens and join the running ones; False if it does not fit."""
+        if self._running and not self._peak_fits(sequence):
+            return False
+        lease = self._cache.acquire(
+            sequence.token_ids, sequence.num_tokens, sequence.request.namespace
+        )
+        if lease is None:
+            return False
+        self._waiting.pop(sequence.request_id)
+        sequence.lease = lease
+        sequence.num_computed = lease.num_cached
+        if sequence.num_cached_prompt_tokens is None:
+            sequence.first_scheduled_time = now
+            num_prompt_tokens = sequence.request.num_prompt_tokens
+            sequence.num_cached_prompt_tokens = min(lease.num_cached, num_prompt_tokens - 1)
+            self.counters.prompt_tokens += num_prompt_tokens
+            self.counters.cached_tokens += sequence.num_cached_prompt_tokens
+        insort(self._running, sequence, key=lambda s: s.arrival_index)
+        return True
+
+    def _peak_fits(self, candidate: Sequence) -> bool:
+        """Whether the pool holds the predicted peak of the running sequences and this one.
+
+        Blocks that several leases hold are counted apart and for good; the others leave with
+        their only holder.
+        """
+        block_size = self._cache.block_size
+        match = self._cache.match(candidate.token_ids, candidate.request.namespace)
+        num_blocks = -(-candidate.num_tokens // block_size)
+        held = [s.held_lease.num_exclusive_blocks for s in self._running]
+        num_pinned = (
+            self._cache.num_blocks - self._cache.num_free_blocks - self._cache.num_evictable_blocks
+        )
+        num_shared = num_pinned - sum(held)
+        held.append(num_blocks - match.num_held_blocks)
+        remaining = [self._remaining(s) for s in (*self._running, candidate)]
+        peak = peak_blocks(np.array(held), np.array(remaining), block_size)
+        return num_shared + peak <= self._cache.num_blocks
+
+    def _remaining(self, sequence: Sequence) -> int:
+        """Tokens the answer is expected to get from here."""
+        request = sequence.request
+        room = self._max_model_len - request.num_prompt_tokens
+        max_tokens = min(request.max_tokens, room)
+        if request.sampling.ignore_eos:
+            return max(1, max_tokens - sequence.num_generated)
+        return self._estimator.remaining(sequence.num_generated, max_tokens)
+
+    def _count_overtaken(self, admitted: list[Sequence], held: set[str]) -> None:
+        """Count, for each that still waits, who was admitted before it though it came later.
+
+        Being held is not being overtaken.
+        """
+        if not admitted or not self._waiting:
+            return
+        arrivals = sorted(s.arrival_index for s in admitted)
+        for sequence in self._waiting.fresh:
+            num_later = len(arrivals) - bisect_right(arrivals, sequence.arrival_index)
+            if num_later and sequence.request_id not in held and not self._is_held(sequence):
+                sequence.num_overtaken += num_later
+
+    # -- commit --------------------------------------------------------------------------------
+
+    def commit(
+        self, plan: StepPlan, sampled: SequenceOf[SampledToken], now: float
+    ) -> list[SequenceOutput]:
+        """Take in the results of a step: one token for each of the plan's sampling chunks.
+
+        Prompt chunks are published first, so that the next plan sees them; a sequence that ends
+        gives its blocks back here and not a step later.
+        """
+        self.counters.num_steps += 1
+        self.counters.computed_tokens += plan.num_rows
+        for chunk in plan.chunks:
+            self._advance(chunk)
+        return [
+            self._take(chunk.sequence, token, now)
+            for chunk, token in zip(plan.sampling_chunks, sampled, strict=True)
+        ]
+
+    def _advance(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        lease = sequence.held_lease
+        if lease.copy is not None:
+            lease.copied()
+        was_prefilling = sequence.is_prefilling
+        sequence.num_computed = chunk.end
+        if was_prefilling:
+            lease.publish(sequence.settled_token_ids)
+
+    def _take(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceOutput:
+        sequence.append(token.token_id)
+        self.counters.generated_tokens += 1
+        if sequence.first_token_time is None:
+            sequence.first_token_time = now
+        stop = self._stop(sequence, token.token_id)
+        if stop is not None:
+            if stop.finish_reason is FinishReason.STOP:
+                self._estimator.observe(sequence.num_generated)
+            self._leave(sequence)
+        return self._output(sequence, now, token, stop)
+
+    def _stop(self, sequence: Sequence, token_id: int) -> _Stop | None:
+        """Whether the newest token ends the answer."""
+        sampling = sequence.request.sampling
+        if sequence.num_generated > sampling.min_tokens and token_id in sequence.end_token_ids:
+            is_eos = token_id not in sampling.stop_token_ids
+            return _Stop(FinishReason.STOP, None if is_eos else token_id)
+        if sequence.stop_matcher is not None:
+            match = sequence.stop_matcher.feed(self._bytes_of(token_id))
+            if match is not None:
+                return _Stop(FinishReason.STOP, sampling.stop[match.stop_index])
+        if sequence.num_generated >= sequence.request.max_tokens:
+            return _Stop(FinishReason.LENGTH)
+        if sequence.num_tokens >= self._max_model_len:
+            return _Stop(FinishReason.LENGTH)
+        return None
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to the text; a model may have more rows than its tokenizer tokens."""
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
+    def _output(
+        self,
+        sequence: Sequence,
+        now: float,
+        token: SampledToken | None = None,
+        stop: _Stop | None = None,
+    ) -> SequenceOutput:
+        logprobs = token.logprobs if token is not None else None
+        return SequenceOutput(
+            request_id=sequence.request_id,
+            token_ids=() if token is None else (token.token_id,),
+            logprobs=() if logprobs is None else (logprobs,),
+            finish_reason=None if stop is None else stop.finish_reason,
+            stop_reason=None if stop is None else stop.stop_reason,
+            num_cached_tokens=sequence.num_cached_prompt_tokens or 0,
+            metrics=sequence.metrics(finished_time=None if stop is None else now),
+        )
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert the invariants of the scheduler and of the cache below it."""
+        self._cache.check()
+        arrivals = [sequence.arrival_index for sequence in self._running]
+        assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
+        for sequence in self._running:
+            assert sequence.lease is not None, "a running sequence holds no lease"
+            assert 0 <= sequence.num_computed < sequence.num_tokens <= self._max_model_len
+            capacity = sequence.lease.num_blocks * self._cache.block_size
+            assert sequence.num_computed <= capacity, "tokens without blocks"
+        for sequence in self._waiting:
+            assert sequence.lease is None, "a waiting sequence holds a lease"
+        assert len(self._running) <= self._options.max_num_seqs
+
+
+def _chunk(sequence: Sequence, length: int) -> Chunk:
+    start = sequence.num_computed
+    num_logits = 1 if start + length == sequence.num_tokens else 0
+    return Chunk(sequence, start, length, num_logits)
+
+
+def _common_prefix(a: TokenIds, b: TokenIds) -> int:
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,268 @@
+"""From a name, a folder or a file to a model that is ready to run.
+
+Weights come from safetensors only: nothing here unpickles or runs code from a checkpoint. Where the
+dtype already fits, tensors are memory-mapped and the file is read as the model touches it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sapwood.kernels.interface import Kernels
+from sapwood.runtime.errors import (
+    ConfigError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from sapwood.runtime.gguf_convert import CONVERTER_VERSION, convert_gguf
+from sapwood.runtime.model_cache import build_folder, cache_folder
+from sapwood.runtime.model_config import DTYPES, ModelConfig, read_model_config
+from sapwood.runtime.models import Model, load_model_class
+from sapwood.runtime.pull import KNOWN_MODELS, pull
+
+logger = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_DUMMY_STANDARD_DEVIATION = 0.02
+_MAX_NAMES_IN_ERROR = 5
+
+
+class LoadFormat(StrEnum):
+    """Where the weights come from: the checkpoint, or random numbers of its shapes."""
+
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run. `path` holds its tokenizer's files, where it came from a folder."""
+
+    model: Model
+    config: ModelConfig
+    path: Path | None
+    name: str
+
+
+def load_model(
+    source: str | Path | ModelConfig,
+    *,
+    kernels: Kernels,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    device: str | torch.device = "cpu",
+) -> LoadedModel:
+    """Load `source`, fetching or converting it if this was not done before.
+
+    `source` is the path of a model's folder or .gguf file, a name in `KNOWN_MODELS`, or the id of
+    a hub repository; with `load_format="dummy"` also a `ModelConfig`. `dtype` is float32,
+    bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere.
+
+    Raises ConfigError for an unknown option, ModelNotFoundError and ModelAccessError where there
+    is nothing to load, UnsupportedModelError for what is not served and ModelError for a
+    checkpoint that does not fit its config.
+    """
+    started = time.perf_counter()
+    device = torch.device(device)
+    is_dummy = _load_format(load_format) is LoadFormat.DUMMY
+    path, name = None, "dummy"
+    if isinstance(source, ModelConfig):
+        if not is_dummy:
+            raise ConfigError('a ModelConfig has no weights; give load_format="dummy" or a folder')
+        config = source
+    else:
+        name = _name(source)
+        path = find_model(source)
+        config = read_model_config(path)
+    chosen = _choose_dtype(dtype, config, device)
+    if is_dummy:
+        weights = _random_weights(config, chosen, device)
+    else:
+        assert path is not None
+        weights = _read_weights(path, config, chosen, device)
+    model = load_model_class(config.model_type)(config, weights, kernels)
+    logger.info(
+        "loaded %s as %s on %s in %.2f s", name, chosen, device, time.perf_counter() - started
+    )
+    return LoadedModel(model=model, config=config, path=path, name=name)
+
+
+def find_model(source: str | Path) -> Path:
+    """The folder with config.json, weights and tokenizer of `source`; see `load_model`.
+
+    A known name comes before a file of the same name (write ./name for that), files come before
+    the hub.
+    """
+    if source in KNOWN_MODELS:
+        return _converted(pull(str(source)))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return _converted(path)
+        raise UnsupportedModelError(
+            f"{path} is not a .gguf file; served are .gguf files and folders with safetensors"
+        )
+    if isinstance(source, Path) or not _HUB_ID.fullmatch(source) or path.suffix == ".gguf":
+        raise ModelNotFoundError(
+            f"{source} does not exist; give a folder, a .gguf file, a hub id like owner/name or "
+            f"one of {', '.join(KNOWN_MODELS)}"
+        )
+    return pull(source)
+
+
+def _name(source: str | Path) -> str:
+    """What the model is called in answers: the name or id given, or the last part of a path."""
+    if isinstance(source, str) and not Path(source).expanduser().exists():
+        return source
+    if source in KNOWN_MODELS:
+        return str(source)
+    path = Path(source).expanduser().resolve()
+    return path.stem if path.is_file() else path.name
+
+
+def _load_format(value: str) -> LoadFormat:
+    try:
+        return LoadFormat(value)
+    except ValueError as error:
+        raise ConfigError(f"load_format is {value!r}; it is {' or '.join(LoadFormat)}") from error
+
+
+def _choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else config.dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; it is auto, {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _converted(gguf: Path) -> Path:
+    """The folder converted from `gguf`, made on first use.
+
+    The key is the file's place, size and time of change: to hash a file of many gigabytes would
+    take longer than to load it.
+    """
+    status = gguf.stat()
+    identity = f"{gguf.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERTER_VERSION}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    folder = cache_folder() / "converted" / f"{gguf.stem}-{key}"
+    if not folder.is_dir():
+        logger.info("converting %s, once, to %s", gguf.name, folder)
+    return build_folder(folder, partial(convert_gguf, gguf))
+
+
+def _read_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Tensor]:
+    """The checkpoint's tensors that the model is built from, checked by name and shape first."""
+    model_class = load_model_class(config.model_type)
+    expected = model_class.weight_shapes(config)
+    weights: dict[str, Tensor] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    files = [_open_safetensors(path, device) for path in _safetensors_files(folder)]
+    for file in files:
+        found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    unused = model_class.unused_weights(config, found)
+    _check_shapes(folder, {n: s for n, s in found.items() if n not in unused}, expected)
+    for file in files:
+        for name in file.keys():
+            if name in expected:
+                weights[name] = file.get_tensor(name).to(dtype)
+    return weights
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            file_by_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(file_by_tensor.values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index} does not map tensors to files: {error!r}") from error
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ModelError(f"{index} names a file outside its folder: {outside[0]!r}")
+        if missing := [name for name in names if not (folder / name).exists()]:
+            raise ModelError(
+                f"{folder} lacks {_some(missing)} of its {len(names)} weight files; "
+                "fetch the checkpoint again"
+            )
+        return [folder / name for name in names]
+    if (single := folder / "model.safetensors").exists():
+        return [single]
+    pickled = [path.name for s in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(s)]
+    if pickled:
+        raise UnsupportedModelError(
+            f"{folder} has only pickled weights ({_some(pickled)}), which can run code when they "
+            "are loaded; convert them with transformers: from_pretrained, then save_pretrained"
+        )
+    raise ModelNotFoundError(f"{folder} has no model.safetensors and no index of such files")
+
+
+def _open_safetensors(path: Path, device: torch.device) -> Any:
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _check_shapes(
+    folder: Path,
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+) -> None:
+    complaints = []
+    if missing := sorted(expected.keys() - found.keys()):
+        complaints.append(f"lacks {_some(missing)}")
+    if unexpected := sorted(found.keys() - expected.keys()):
+        complaints.append(f"has {_some(unexpected)}, which the model has no place for")
+    complaints += [
+        f"has {name} of shape {list(found[name])} where its config.json says {list(shape)}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ][:_MAX_NAMES_IN_ERROR]
+    if complaints:
+        raise ModelError(f"the checkpoint in {folder} {'; '.join(complaints)}")
+
+
+def _some(names: list[str]) -> str:
+    """The first few of `names` and how many more there are."""
+    more = len(names) - _MAX_NAMES_IN_ERROR
+    listed = ", ".join(names[:_MAX_NAMES_IN_ERROR])
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+def _random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Tensor]:
+    """Normal weights and unit norms, the same for every run on one kind of device."""
+    shapes = load_model_class(config.model_type).weight_shapes(config)
+    return dict(_random_tensors(shapes, dtype, device))
+
+
+def _random_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator(device).manual_seed(0)
+    for name, shape in shapes.items():
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(shape, dtype=dtype, device=device)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            yield name, tensor.normal_(std=_DUMMY_STANDARD_DEVIATION, generator=generator)

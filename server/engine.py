@@ -1,0 +1,54 @@
+"""What the server needs of an engine: the seam to `sapwood.AsyncEngine`.
+
+A protocol, so that the endpoints can be tested with a fake of a few lines. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sapwood.runtime.outputs import RequestOutput
+from sapwood.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sapwood.runtime.build import EngineInfo as EngineInfo
+    from sapwood.runtime.core import EngineStats as EngineStats
+
+# Text, token ids or the messages of a conversation.
+Input = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+class TokenTexts(Protocol):
+    """How single tokens read, for log-probabilities."""
+
+    def token_text(self, token_id: int) -> str: ...
+    def token_raw_bytes(self, token_id: int) -> bytes: ...
+
+
+class ServingEngine(Protocol):
+    """An engine behind the endpoints.
+
+    Cancelling `generate`, and closing what `stream` returned, aborts the requests.
+    """
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def tokenizer(self) -> TokenTexts: ...
+    @property
+    def is_alive(self) -> bool: ...
+    def stats(self) -> EngineStats: ...
+    async def generate(
+        self,
+        inputs: Sequence[Input],
+        sampling: Sequence[SamplingParams],
+        *,
+        request_ids: Sequence[str],
+    ) -> list[RequestOutput]: ...
+    def stream(
+        self, input: Input, sampling: SamplingParams, *, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+    async def flush_cache(self) -> None: ...
+    def close(self) -> None: ...

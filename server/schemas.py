@@ -1,0 +1,128 @@
+"""What requests may say: the parts that all endpoints share.
+
+Every field of a request is of one of three kinds, and its declaration says which:
+
+- it has an effect here: a typed field;
+- it cannot have one here, and nothing is lost: `Accepted` (a user's id, a routing hint);
+- it would change the answer and is not served: marked `refused`, where null and the neutral values
+  pass and any other is an error that says what to do.
+
+A field that is not declared is an error. Null always means that a field was not given.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
+
+from sapwood.runtime.errors import RequestError
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.server.body import json_path
+from sapwood.server.engine import Input
+from sapwood.server.errors import ApiError
+
+MAX_PROMPTS = 1024  # of one request
+
+Accepted = Any
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Wire(BaseModel):
+    """Base of all request schemas: exact types, no unknown fields, no NaN."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+def refused(way_out: str, *neutral: Any) -> AfterValidator:
+    """Marks a field that is known and not served, except for its `neutral` values."""
+
+    def check(value: Any) -> None:
+        same = (value is other or value == other and type(value) is not bool for other in neutral)
+        if value is not None and not any(same):
+            raise PydanticCustomError("unsupported", "{way_out}", {"way_out": way_out})
+
+    return AfterValidator(check)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[
+    list[str] | None,
+    BeforeValidator(_one_or_many),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+def sampling_params(names: Mapping[str, str], values: dict[str, Any]) -> SamplingParams:
+    """SamplingParams from `values` without those that are None, but for max_tokens.
+
+    Raises ApiError that speaks of the fields in the caller's words, `names` by our own.
+    """
+    given = {name: v for name, v in values.items() if v is not None or name == "max_tokens"}
+    with in_callers_words(names):
+        return SamplingParams(**given)
+
+
+@contextmanager
+def in_callers_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Turns a RequestError about our field into an ApiError about `names[field]`."""
+    try:
+        yield
+    except RequestError as error:
+        message, param = str(error), error.param
+        if param is not None and param in names:
+            message = message.replace(param, names[param].rpartition(".")[2])
+            param = names[param]
+        raise ApiError(400, message, param=param, code=error.code) from error
+
+
+def as_prompts(value: Any, param: str, vocab_size: int) -> tuple[list[Input], bool]:
+    """The prompts in a string, a list of strings, token ids or a list of lists of token ids.
+
+    The flag says whether it was a single one. Raises ApiError. A few C calls per prompt, nothing
+    per token.
+    """
+    if isinstance(value, str):
+        return [value], True
+    if not isinstance(value, list) or not value:
+        raise _bad_prompt(param, "must be a string or token ids, or a list of either, not empty")
+    if type(value[0]) is int:
+        return [_token_ids(value, param, vocab_size)], True
+    if len(value) > MAX_PROMPTS:
+        raise _bad_prompt(param, f"has {len(value)} prompts, at most {MAX_PROMPTS} are taken")
+    if set(map(type, value)) == {str}:
+        return value, False
+    if set(map(type, value)) == {list}:
+        places = (json_path((param, i)) for i in range(len(value)))
+        return [
+            _token_ids(ids, at, vocab_size) for ids, at in zip(value, places, strict=True)
+        ], False
+    raise _bad_prompt(param, "must hold strings only or lists of token ids only")
+
+
+def _token_ids(ids: list[Any], param: str, vocab_size: int) -> list[int]:
+    if set(map(type, ids)) != {int}:
+        raise _bad_prompt(param, "must hold token ids, whole numbers, at least one")
+    outside = min(ids) if min(ids) < 0 else max(ids)
+    if not 0 <= outside < vocab_size:
+        raise _bad_prompt(
+            param, f"has token id {str(outside)[:20]}; the vocabulary is 0 to {vocab_size - 1}"
+        )
+    return ids
+
+
+def _bad_prompt(param: str, what: str) -> ApiError:
+    return ApiError(400, f"{param} {what}", param=param)

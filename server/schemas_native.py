@@ -1,0 +1,192 @@
+"""What the native `/generate` takes: SGLang's request."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import WithJsonSchema
+
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.server.body import checked, json_path
+from sapwood.server.engine import Input
+from sapwood.server.errors import ApiError
+from sapwood.server.schemas import (
+    Accepted,
+    Int64,
+    Stop,
+    Wire,
+    as_prompts,
+    refused,
+    sampling_params,
+)
+
+_NO_GRAMMAR = "constrained decoding is not served yet; leave it out"
+_NO_PENALTY = "penalties are not served yet; leave it out"
+_NO_MEDIA = "only text is served; leave it out"
+_NO_SESSION = "sessions are not served; send the whole prompt, what was computed is found again"
+_ONE_ANSWER = "one answer per prompt is served; send several prompts, they share their prefix"
+_OUTPUT_ONLY = "log-probabilities of the prompt are not served yet; use -1"
+_NOT_YET = "not served yet; leave it out"
+
+# Our names and those of this endpoint, where they differ.
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+)
+_KINDS: Mapping[type, str] = MappingProxyType(
+    {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
+)
+
+
+class NativeSampling(Wire):
+    """The value of `sampling_params`."""
+
+    max_new_tokens: Int64 | None = 128  # null: as far as the context goes
+    min_new_tokens: Int64 | None = None
+    stop: Stop = None
+    stop_token_ids: list[Int64] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    ignore_eos: bool | None = None
+    sampling_seed: Int64 | None = None
+    seed: Int64 | None = None
+
+    skip_special_tokens: Annotated[Any, refused(_NOT_YET, True)] = None
+    spaces_between_special_tokens: Accepted = None
+    n: Annotated[Any, refused(_ONE_ANSWER, 1)] = None
+    beam_width: Annotated[Any, refused(_NOT_YET, 1)] = None
+    frequency_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
+    presence_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
+    repetition_penalty: Annotated[Any, refused(_NO_PENALTY, 1)] = None
+    logit_bias: Annotated[Any, refused(_NOT_YET, {})] = None
+    json_schema: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
+    regex: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
+    ebnf: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
+    structural_tag: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
+    stop_regex: Annotated[Any, refused(_NOT_YET, [], "")] = None
+    no_stop_trim: Annotated[Any, refused(_NOT_YET, False)] = None
+    stream_interval: Annotated[Any, refused(_NOT_YET, 1)] = None
+    custom_params: Annotated[Any, refused(_NOT_YET, {})] = None
+    watermark: Annotated[Any, refused(_NOT_YET)] = None
+
+    def sampling(self, at: str, logprobs: bool, top_logprobs: int) -> SamplingParams:
+        """These options, which stand at `at` in the body. Raises ApiError."""
+        fields = (*NativeSampling.model_fields, *_NAMES)
+        names = {field: f"{at}.{_NAMES.get(field, field)}" for field in fields}
+        names |= {"top_logprobs": "top_logprobs_num", "logprobs": "return_logprob"}
+        values = {
+            "max_tokens": self.max_new_tokens,
+            "min_tokens": self.min_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed if self.sampling_seed is None else self.sampling_seed,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+            # As SGLang does, without return_logprob the number says nothing.
+            "top_logprobs": top_logprobs if logprobs else 0,
+        }
+        return sampling_params(names, values)
+
+
+def _one_or_list(kind: str) -> WithJsonSchema:
+    one = {"type": kind}
+    return WithJsonSchema({"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]})
+
+
+class GenerateRequest(Wire):
+    """The body of `POST /generate`.
+
+    A batch is a list of prompts; the fields that may differ within it then take a list as well.
+    """
+
+    text: Annotated[Any, WithJsonSchema({"description": "a string or a list of strings"})] = None
+    input_ids: Annotated[
+        Any, WithJsonSchema({"description": "token ids or a list of lists of token ids"})
+    ] = None
+    sampling_params: Annotated[Any, _one_or_list("object")] = None
+    rid: Annotated[Any, _one_or_list("string")] = None
+    return_logprob: Annotated[Any, _one_or_list("boolean")] = None
+    logprob_start_len: Annotated[Any, refused(_OUTPUT_ONLY, -1)] = None
+    top_logprobs_num: Annotated[Any, _one_or_list("integer")] = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+
+    log_metrics: Accepted = None
+    no_logs: Accepted = None
+    custom_labels: Accepted = None
+    conversation_id: Accepted = None
+    routing_key: Accepted = None
+
+    image_data: Annotated[Any, refused(_NO_MEDIA, [])] = None
+    video_data: Annotated[Any, refused(_NO_MEDIA, [])] = None
+    audio_data: Annotated[Any, refused(_NO_MEDIA, [])] = None
+    input_embeds: Annotated[Any, refused(_NOT_YET)] = None
+    token_ids_logprob: Annotated[Any, refused(_NOT_YET, [])] = None
+    return_hidden_states: Annotated[Any, refused(_NOT_YET, False)] = None
+    return_prompt_token_ids: Annotated[Any, refused(_NOT_YET, False)] = None
+    lora_path: Annotated[Any, refused(_NOT_YET)] = None
+    session_params: Annotated[Any, refused(_NO_SESSION, {})] = None
+    session_id: Annotated[Any, refused(_NO_SESSION)] = None
+    custom_logit_processor: Annotated[Any, refused(_NOT_YET)] = None
+    priority: Annotated[Any, refused(_NOT_YET, 0)] = None
+    extra_key: Annotated[Any, refused(_NOT_YET)] = None
+    cache_salt: Annotated[Any, refused(_NOT_YET)] = None
+    require_reasoning: Annotated[Any, refused(_NOT_YET, False)] = None
+    max_thinking_tokens: Annotated[Any, refused(_NOT_YET)] = None
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The caller's words for ours, in what the engine says about the request."""
+        at = "sampling_params.stop_token_ids"
+        prompt = "input_ids" if self.text is None else "text"
+        return {"prompt": prompt, "stop_token_ids": at, "request_id": "rid"}
+
+    def prompts(self, vocab_size: int) -> tuple[list[Input], bool]:
+        """What to answer, and whether it is a single prompt. Raises ApiError."""
+        if (self.text is None) == (self.input_ids is None):
+            raise ApiError(400, "give one of text and input_ids", param="text")
+        if self.text is None:
+            return as_prompts(self.input_ids, "input_ids", vocab_size)
+        prompts, single = as_prompts(self.text, "text", vocab_size)
+        if not isinstance(prompts[0], str):
+            raise ApiError(400, "text must be a string or a list of strings", param="text")
+        return prompts, single
+
+    def sampling(self, num_prompts: int) -> list[SamplingParams]:
+        """How to answer each prompt. Raises ApiError."""
+        wanted = self._per_prompt("return_logprob", bool, num_prompts)
+        top = self._per_prompt("top_logprobs_num", int, num_prompts)
+        shared = not isinstance(self.sampling_params, list)
+        result = []
+        for i, raw in enumerate(self._per_prompt("sampling_params", dict, num_prompts)):
+            at = ("sampling_params",) if shared else ("sampling_params", i)
+            options = checked(raw or {}, NativeSampling, at=at)
+            result.append(options.sampling(json_path(at), bool(wanted[i]), top[i] or 0))
+        return result
+
+    def request_ids(self, num_prompts: int) -> list[str]:
+        """The caller's ids, or new ones; one id for a batch is told apart by a counter."""
+        if self.rid is None:
+            return [uuid4().hex for _ in range(num_prompts)]
+        rids = self._per_prompt("rid", str, num_prompts)
+        if num_prompts > 1 and isinstance(self.rid, str):
+            return [f"{rid}_{i}" for i, rid in enumerate(rids)]
+        return rids
+
+    def _per_prompt(self, field: str, kind: type, num_prompts: int) -> list[Any]:
+        """A field's value for each prompt."""
+        value = getattr(self, field)
+        values = value if isinstance(value, list) else [value] * num_prompts
+        if len(values) != num_prompts:
+            raise ApiError(
+                400, f"{field} has {len(values)} entries for {num_prompts} prompts", param=field
+            )
+        if not set(map(type, values)) <= {kind, type(None)}:
+            raise ApiError(400, f"{field} must be {_KINDS[kind]}, or a list of them", param=field)
+        return values

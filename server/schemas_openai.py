@@ -1,0 +1,233 @@
+"""What `/v1/chat/completions` and `/v1/completions` take: OpenAI's fields, and some of ours."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
+
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.server.errors import ApiError
+from sapwood.server.schemas import Accepted, Int64, Stop, Wire, refused, sampling_params
+
+MAX_MESSAGES = 65_536
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+_NO_TOOLS = "tool calls are not served yet; leave it out and describe the tools in a message"
+_NO_GRAMMAR = "constrained decoding is not served yet; leave it out and check the answer"
+_NO_PENALTY = "penalties are not served yet; leave it out"
+_NO_MEDIA = "only text is served; leave it out"
+_NO_REASONING = "the model does not reason apart from its answer; leave it out"
+_ONE_ANSWER = "one answer per prompt is served; send several requests, they share their prefix"
+_NOT_YET = "not served yet; leave it out"
+
+
+class Lenient(BaseModel):
+    """Base of parts that clients decorate freely: what is not known is dropped."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class ContentPart(Lenient):
+    """One part of a message's content. Only text has a meaning here."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        return self.refusal if self.type == "refusal" else self.text
+
+
+def _only_text(part: ContentPart) -> ContentPart:
+    if part.type not in ("text", "refusal"):
+        raise PydanticCustomError("unsupported", "only text parts are served")
+    if part.words is None:
+        raise PydanticCustomError("missing_text", "a text part must have a text")
+    return part
+
+
+def _as_parts(value: Any, info: ValidationInfo) -> Any:
+    """A string is one part. Only the assistant may say nothing (or have made tool calls only)."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    may_be_none = info.data.get("role", "assistant") == "assistant"
+    if not isinstance(value, list) and not (value is None and may_be_none):
+        raise PydanticCustomError("content", "must be a string or a list of text parts")
+    return value
+
+
+_TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+
+
+Part = Annotated[ContentPart, AfterValidator(_only_text)]
+
+
+class Message(Lenient):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[
+        Annotated[list[Part], Field(fail_fast=True)] | None,
+        BeforeValidator(_as_parts),
+        WithJsonSchema(_TEXT_OR_PARTS),
+        Field(validate_default=True),
+    ] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    audio: Annotated[Any, refused(_NO_MEDIA)] = None
+
+    def plain(self) -> dict[str, Any]:
+        """As the engine's chat templates take it."""
+        plain = {
+            "role": "tool" if self.role == "function" else self.role,
+            "content": [{"type": "text", "text": part.words} for part in self.content or ()],
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": self.tool_calls or None,
+        }
+        return {key: value for key, value in plain.items() if value is not None}
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+    include_obfuscation: Accepted = None
+    continuous_usage_stats: Annotated[Any, refused(_NOT_YET, False)] = None
+
+
+class OpenAIRequest(Wire):
+    """What both endpoints take."""
+
+    model: str | None = None  # None: the one that is served
+    max_tokens: Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Int64 | None = None
+    stop: Stop = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    min_tokens: Int64 | None = None
+    stop_token_ids: list[Int64] | None = None
+    ignore_eos: bool | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+    user: Accepted = None
+    n: Annotated[Any, refused(_ONE_ANSWER, 1)] = None
+    frequency_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
+    presence_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
+    repetition_penalty: Annotated[Any, refused(_NO_PENALTY, 1)] = None
+    logit_bias: Annotated[Any, refused(_NOT_YET, {})] = None
+    structured_outputs: Annotated[Any, refused(_NO_GRAMMAR)] = None
+    regex: Annotated[Any, refused(_NO_GRAMMAR)] = None
+    ebnf: Annotated[Any, refused(_NO_GRAMMAR)] = None
+    guided_json: Annotated[Any, refused(_NO_GRAMMAR)] = None
+    guided_regex: Annotated[Any, refused(_NO_GRAMMAR)] = None
+    guided_choice: Annotated[Any, refused(_NO_GRAMMAR)] = None
+    guided_grammar: Annotated[Any, refused(_NO_GRAMMAR)] = None
+    guided_decoding_backend: Accepted = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _sampling(self, names: dict[str, str], **values: Any) -> SamplingParams:
+        common = {
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+        }
+        return sampling_params(names, common | values)
+
+
+class ChatRequest(OpenAIRequest):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int64 | None = None
+
+    metadata: Accepted = None
+    store: Accepted = None
+    service_tier: Accepted = None
+    safety_identifier: Accepted = None
+    prompt_cache_key: Accepted = None
+    prompt_cache_options: Accepted = None
+    prompt_cache_retention: Accepted = None
+    parallel_tool_calls: Accepted = None
+    prediction: Accepted = None
+
+    tools: Annotated[Any, refused(_NO_TOOLS, [])] = None
+    tool_choice: Annotated[Any, refused(_NO_TOOLS, "none", "auto")] = None
+    functions: Annotated[Any, refused(_NO_TOOLS, [])] = None
+    function_call: Annotated[Any, refused(_NO_TOOLS, "none", "auto")] = None
+    response_format: Annotated[Any, refused(_NO_GRAMMAR, {"type": "text"})] = None
+    modalities: Annotated[Any, refused(_NO_MEDIA, ["text"])] = None
+    audio: Annotated[Any, refused(_NO_MEDIA)] = None
+    reasoning_effort: Annotated[Any, refused(_NO_REASONING, "none")] = None
+    verbosity: Annotated[Any, refused(_NOT_YET, "medium")] = None
+    moderation: Annotated[Any, refused(_NOT_YET)] = None
+    web_search_options: Annotated[Any, refused(_NOT_YET)] = None
+    chat_template_kwargs: Annotated[Any, refused(_NOT_YET, {})] = None
+    add_generation_prompt: Annotated[Any, refused(_NOT_YET, True)] = None
+    continue_final_message: Annotated[Any, refused(_NOT_YET, False)] = None
+
+    def sampling(self) -> SamplingParams:
+        """How to answer; without a limit, as far as the context goes. Raises ApiError."""
+        limit, older = self.max_completion_tokens, self.max_tokens
+        if limit is not None and older is not None and limit != older:
+            raise ApiError(
+                400,
+                f"max_tokens is {older} and max_completion_tokens is {limit}; give one of them",
+                param="max_tokens",
+            )
+        return self._sampling(
+            {"max_tokens": "max_tokens" if limit is None else "max_completion_tokens"},
+            max_tokens=older if limit is None else limit,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+        )
+
+
+class CompletionRequest(OpenAIRequest):
+    """The body of `POST /v1/completions`. `prompt` is checked by `schemas.as_prompts`."""
+
+    prompt: Annotated[
+        Any,
+        WithJsonSchema(
+            {"description": "a string, token ids, a list of strings or of lists of token ids"}
+        ),
+    ]
+    logprobs: Int64 | None = None
+
+    echo: Annotated[Any, refused(_NOT_YET, False)] = None
+    suffix: Annotated[Any, refused(_NOT_YET, "")] = None
+    best_of: Annotated[Any, refused(_ONE_ANSWER, 1)] = None
+
+    def sampling(self) -> SamplingParams:
+        """How to answer; without a limit, 16 tokens. Raises ApiError."""
+        return self._sampling(
+            {"top_logprobs": "logprobs"},
+            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs is not None,
+            top_logprobs=self.logprobs,
+        )

@@ -1,0 +1,362 @@
+"""Every kernel backend against an oracle: dense float64 arithmetic over keys and values that lie
+in order, without blocks, segments or merging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sapwood.kernels import KERNELS, AttentionPlan, PrivateSegment, SharedSegment, load_kernels
+from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
+
+NUM_LAYERS = 2
+LAYER = 1
+SCALE = 0.3
+# (relative to the largest value) what each dtype's own rounding allows
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=sorted(KERNELS))
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return load_kernels(request.param)
+
+
+def random_numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    assert actual.shape == expected.shape
+    tolerance = TOLERANCE[actual.dtype] if tolerance is None else tolerance
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An edge of the tree: whole blocks below `parent`."""
+
+    num_blocks: int
+    parent: Edge | None = None
+
+    def path(self) -> list[Edge]:
+        return [*(self.parent.path() if self.parent else []), self]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What a sequence has below `edge`: `length` tokens, of which the last `num_rows` are rows."""
+
+    length: int
+    num_rows: int = 1
+    edge: Edge | None = None
+
+
+@dataclass
+class Step:
+    """Keys, values and the plan of one step, and the same keys and values in order per row."""
+
+    plan: AttentionPlan
+    spec: KVCacheSpec
+    keys: Tensor  # [num_slots, Hkv, D], garbage where nothing was written
+    values: Tensor
+    slots: Tensor  # int64, all slots that hold something
+    query: Tensor  # [T, Hq, D]
+    slots_of_row: list[np.ndarray] = field(default_factory=list)
+
+    def fill(self, kernels: Kernels) -> KVCache:
+        kv = kernels.make_kv_cache(self.spec)
+        kernels.write_kv(kv, LAYER, self.keys[self.slots], self.values[self.slots], self.slots)
+        return kv
+
+    def attend(self, kernels: Kernels) -> Tensor:
+        prepared = kernels.plan_attention(self.plan, torch.device("cpu"))
+        return kernels.attention(self.query, self.fill(kernels), LAYER, prepared, SCALE)
+
+    def oracle(self) -> Tensor:
+        """Row by row: softmax over everything up to the row's own position, in float64."""
+        num_groups = self.query.shape[1] // self.keys.shape[1]
+        rows = []
+        for query, slots in zip(self.query.double(), self.slots_of_row, strict=True):
+            key = self.keys[slots].double().repeat_interleave(num_groups, dim=1)
+            value = self.values[slots].double().repeat_interleave(num_groups, dim=1)
+            weights = torch.einsum("hd,lhd->hl", query, key).mul(SCALE).softmax(dim=-1)
+            rows.append(torch.einsum("hl,lhd->hd", weights, value))
+        return torch.stack(rows)
+
+
+def make_step(
+    tails: list[Tail],
+    *,
+    block_size: int = 16,
+    num_kv_heads: int = 2,
+    num_groups: int = 3,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    shuffled: bool = True,
+) -> Step:
+    edges = {edge: [] for tail in tails if tail.edge for edge in tail.edge.path()}
+    num_blocks = sum(e.num_blocks for e in edges) + sum(-(-t.length // block_size) for t in tails)
+    free = np.arange(num_blocks + 3, dtype=np.int32)
+    if shuffled:
+        free = np.random.default_rng(0).permutation(free)
+    tables = np.split(free, np.cumsum([e.num_blocks for e in edges]))
+    table_of_edge = dict(zip(edges, tables, strict=False))
+    free = tables[-1]
+    private, slots_of_row, first_row = [], [], 0
+    for tail in tails:
+        path = tail.edge.path() if tail.edge else []
+        shared_table = [table_of_edge[edge] for edge in path]
+        for edge in path:
+            edges[edge] += range(first_row, first_row + tail.num_rows)
+        own, free = np.split(free, [-(-tail.length // block_size)])
+        start = sum(edge.num_blocks for edge in path) * block_size
+        private.append(
+            PrivateSegment(
+                block_ids=own,
+                start=start,
+                length=tail.length,
+                first_row=first_row,
+                num_rows=tail.num_rows,
+            )
+        )
+        table = np.concatenate([*shared_table, own]).astype(np.int64)
+        slots = (table[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        end = start + tail.length
+        slots_of_row += [slots[: end - tail.num_rows + row + 1] for row in range(tail.num_rows)]
+        first_row += tail.num_rows
+    shared = [
+        SharedSegment(
+            block_ids=table_of_edge[edge],
+            start=sum(e.num_blocks for e in edge.path()[:-1]) * block_size,
+            length=edge.num_blocks * block_size,
+            rows=np.array(rows, dtype=np.int32),
+        )
+        for edge, rows in edges.items()
+    ]
+    plan = AttentionPlan(
+        num_rows=first_row, block_size=block_size, shared=tuple(shared), private=tuple(private)
+    )
+    plan.check()
+    spec = KVCacheSpec(
+        num_layers=NUM_LAYERS,
+        num_blocks=num_blocks + 3,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    return Step(
+        plan=plan,
+        spec=spec,
+        keys=random_numbers(spec.num_slots, num_kv_heads, head_dim, seed=1, dtype=dtype),
+        values=random_numbers(spec.num_slots, num_kv_heads, head_dim, seed=2, dtype=dtype),
+        slots=torch.from_numpy(np.unique(np.concatenate(slots_of_row))),
+        query=random_numbers(first_row, num_kv_heads * num_groups, head_dim, seed=3, dtype=dtype),
+        slots_of_row=slots_of_row,
+    )
+
+
+def forest(block_size: int) -> list[Tail]:
+    """Three levels of sharing; decode rows of many lengths, a draft, cold and resumed chunks."""
+    system = Edge(num_blocks=4 * (16 // block_size))
+    tools = Edge(num_blocks=block_size % 16 + 1, parent=system)
+    few_shot = Edge(num_blocks=2, parent=tools)
+    other = Edge(num_blocks=3, parent=system)
+    return [
+        Tail(length=1, edge=few_shot),
+        Tail(length=33, edge=few_shot),
+        Tail(length=40, num_rows=40),
+        Tail(length=5, num_rows=3, edge=other),
+        Tail(length=20, num_rows=3, edge=tools),
+        Tail(length=70, num_rows=25, edge=other),
+        Tail(length=17, num_rows=17, edge=system),
+        Tail(length=9),
+        Tail(length=600),
+        Tail(length=2, edge=system),
+    ]
+
+
+@pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in_order"])
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("num_groups", [1, 3, 8])
+def test_attention_over_a_forest_equals_dense_attention(
+    kernels: Kernels, num_groups: int, head_dim: int, block_size: int, shuffled: bool
+) -> None:
+    step = make_step(
+        forest(block_size),
+        block_size=block_size,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        shuffled=shuffled,
+    )
+    assert_close(step.attend(kernels), step.oracle())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_in_half_precision_accumulates_in_float32(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    step = make_step(forest(16), dtype=dtype, head_dim=64)
+    result = step.attend(kernels)
+    assert result.dtype == dtype
+    assert_close(result, step.oracle())
+
+
+def single_steps() -> Iterator[tuple[str, list[Tail]]]:
+    shared = Edge(num_blocks=40)
+    yield "one_decode_row", [Tail(length=100)]
+    yield "one_long_decode_row", [Tail(length=2000)]
+    yield "one_cold_chunk", [Tail(length=64, num_rows=64)]
+    yield "one_resumed_chunk", [Tail(length=90, num_rows=30)]
+    yield "one_draft", [Tail(length=90, num_rows=4)]
+    yield "equal_decode_rows", [Tail(length=48)] * 8
+    yield "decode_rows_of_all_lengths", [Tail(length=n * n) for n in range(1, 30)]
+    yield "decode_rows_below_an_edge", [Tail(length=n, edge=shared) for n in (3, 4, 5, 300, 6)]
+    yield "chunks_below_an_edge", [Tail(length=n, num_rows=n, edge=shared) for n in (3, 4, 50)]
+    yield "an_edge_with_one_row", [Tail(length=1, edge=shared), Tail(length=1)]
+
+
+@pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in_order"])
+@pytest.mark.parametrize("tails", [pytest.param(tails, id=name) for name, tails in single_steps()])
+def test_attention_of_each_kind_of_step_equals_dense_attention(
+    kernels: Kernels, tails: list[Tail], shuffled: bool
+) -> None:
+    step = make_step(tails, shuffled=shuffled)
+    assert_close(step.attend(kernels), step.oracle())
+
+
+def test_a_row_gets_the_same_result_alone_and_among_others(kernels: Kernels) -> None:
+    tails = [Tail(length=n) for n in (40, 1, 7, 300, 90)]
+    together = make_step(tails, shuffled=False)
+    alone = make_step(tails[:1], shuffled=False)
+    # The first row, its blocks and so its query, keys and values are the same in both steps.
+    alone.query = together.query[:1]
+    alone.keys, alone.values = together.keys, together.values
+    assert_close(together.attend(kernels)[:1], alone.attend(kernels), tolerance=1e-6)
+
+
+def test_what_was_never_written_is_never_read(kernels: Kernels) -> None:
+    step = make_step(forest(16))
+    kv = kernels.make_kv_cache(step.spec)
+    everywhere = torch.arange(step.spec.num_slots)
+    poison = torch.full_like(step.keys, torch.nan)
+    kernels.write_kv(kv, LAYER, poison, poison, everywhere)
+    kernels.write_kv(kv, LAYER, step.keys[step.slots], step.values[step.slots], step.slots)
+    prepared = kernels.plan_attention(step.plan, torch.device("cpu"))
+    assert_close(kernels.attention(step.query, kv, LAYER, prepared, SCALE), step.oracle())
+
+
+def test_a_shared_edge_is_read_once_however_many_rows_see_it(kernels: Kernels) -> None:
+    shared = Edge(num_blocks=64)
+    tails = [Tail(length=n, edge=shared) for n in range(1, 33)]
+    step = make_step(tails)
+    prepared = kernels.plan_attention(step.plan, torch.device("cpu"))
+    assert prepared.num_kv_tokens_read == 64 * 16 + sum(range(1, 33))
+
+
+def test_a_plan_of_another_backend_is_refused(kernels: Kernels) -> None:
+    step = make_step([Tail(length=3)])
+    with pytest.raises(TypeError, match="expected a"):
+        kernels.attention(step.query, step.fill(kernels), LAYER, object(), SCALE)
+
+
+def test_writing_changes_the_named_slots_of_one_layer_only(kernels: Kernels) -> None:
+    step = make_step([Tail(length=40)])
+    kv = kernels.make_kv_cache(step.spec)
+    before = kernels.make_kv_cache(step.spec)
+    slots = torch.tensor([3, 17, 30])
+    kernels.write_kv(kv, LAYER, step.keys[slots], step.values[slots], slots)
+    assert (kv.keys != before.keys).sum() == step.keys[slots].numel()
+    assert (kv.keys[0] == before.keys[0]).all()
+    assert (kv.values[0] == before.values[0]).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16])
+def test_copied_rows_serve_attention_like_their_source(kernels: Kernels, num_rows: int) -> None:
+    step = make_step([Tail(length=num_rows)])
+    kv = step.fill(kernels)
+    source = int(step.plan.private[0].block_ids[0])
+    target = (source + 1) % step.spec.num_blocks
+    kernels.copy_rows(kv, source, target, num_rows)
+    moved = PrivateSegment(
+        block_ids=np.array([target], dtype=np.int32),
+        start=0,
+        length=num_rows,
+        first_row=0,
+        num_rows=1,
+    )
+    plan = AttentionPlan(num_rows=1, block_size=16, shared=(), private=(moved,))
+    prepared = kernels.plan_attention(plan, torch.device("cpu"))
+    assert_close(kernels.attention(step.query, kv, LAYER, prepared, SCALE), step.oracle())
+
+
+def test_copying_leaves_the_other_rows_of_the_target_alone(kernels: Kernels) -> None:
+    step = make_step([Tail(length=64)], shuffled=False)
+    kv = step.fill(kernels)
+    before_keys, before_values = kv.keys.clone(), kv.values.clone()
+    kernels.copy_rows(kv, 0, 2, 7)
+    copied = 7 * step.keys[0].numel()
+    assert (kv.keys != before_keys).sum() == copied
+    assert (kv.values != before_values).sum() == copied
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_rms_norm_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, weight = random_numbers(5, 48, seed=1, dtype=dtype), random_numbers(48, seed=2, dtype=dtype)
+    exact = x.double()
+    expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    result = kernels.rms_norm(x, weight, 1e-5)
+    assert result.dtype == dtype
+    assert_close(result, expected)
+
+
+def test_rms_norm_does_not_overflow_in_float16(kernels: Kernels) -> None:
+    x = torch.full((1, 32), 3000.0, dtype=torch.float16)
+    assert_close(kernels.rms_norm(x, torch.ones(32, dtype=torch.float16), 1e-5), torch.ones(1, 32))
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_rotary_turns_the_coordinates_of_each_frequency(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    heads = random_numbers(5, 4, 16, seed=1, dtype=dtype)
+    angles = random_numbers(5, 8, seed=2)
+    cos, sin = angles.cos(), angles.sin()
+    # Complex numbers turned by multiplication are an independent way of writing a rotation.
+    numbers = torch.complex(heads[..., :8].double(), heads[..., 8:].double())
+    turned = numbers * torch.polar(torch.ones(5, 1, 8).double(), angles.double().unsqueeze(1))
+    result = kernels.rotary(heads, torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))
+    assert result.dtype == dtype
+    assert_close(result, torch.cat((turned.real, turned.imag), dim=-1))
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_silu_and_mul_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -> None:
+    gate_up = random_numbers(5, 64, seed=1, dtype=dtype)
+    before = gate_up.clone()
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    result = kernels.silu_and_mul(gate_up)
+    assert result.dtype == dtype
+    assert_close(result, gate / (1 + (-gate).exp()) * up)
+    assert (gate_up == before).all()
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_is_a_product_with_the_transposed_weight(kernels: Kernels, has_bias: bool) -> None:
+    x, weight = random_numbers(5, 24, seed=1), random_numbers(40, 24, seed=2)
+    bias = random_numbers(40, seed=3) if has_bias else None
+    expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
+    assert_close(kernels.linear(x, weight, bias), expected)
+
+
+def test_an_unknown_backend_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'cuda'; there are reference, cpu"):
+        load_kernels("cuda")

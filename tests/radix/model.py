@@ -1,0 +1,487 @@
+"""A naive model of the prefix cache, and a world of sequences that drives both.
+
+The model keeps one entry for each block of the tree, under the whole prefix that the block ends,
+and does everything by looking at all entries. It predicts every result exactly: hits, refusals,
+what eviction takes, block tables. The world also keeps a simulated KV memory in which every row
+holds the prefix it was computed for, so that sharing the wrong block, copying too late or writing
+a row that somebody counts is seen at once.
+
+Everything random comes through `choose(n)`, an integer below n.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sapwood.radix import (
+    Lease,
+    Namespace,
+    NamespaceKind,
+    NamespacePart,
+    PrefixCache,
+)
+
+Choose = Callable[[int], int]
+Tokens = tuple[int, ...]
+Prefix = tuple[Namespace, Tokens]
+Row = Prefix | None
+
+# The bytes of 0 and 256 begin alike, and 256 sorts before 1: an index that took bytes for tokens
+# would fail.
+ALPHABET = (0, 1, 256)
+NAMESPACES: tuple[Namespace, ...] = (
+    (NamespacePart(NamespaceKind.TENANT, "x"),),
+    (NamespacePart(NamespaceKind.ADAPTER, "x"),),
+)
+OPERATIONS = {
+    "start": 6,
+    "copied": 6,
+    "chunk": 8,
+    "decode": 8,
+    "publish": 5,
+    "fork": 4,
+    "finish": 3,
+    "preempt": 2,
+    "resume": 3,
+    "abort": 2,
+    "evict": 2,
+    "flush": 1,
+}
+
+
+@dataclass
+class Entry:
+    """A block of the tree, as the model sees it."""
+
+    block: int
+    stamp: int
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request: its tokens, and what is known of its lease while it has one."""
+
+    namespace: Namespace
+    tokens: Tokens
+    lease: Lease | None = None
+    table: list[int] = field(default_factory=list)
+    source: int | None = None
+    num_copied: int = 0
+    num_settled: int = 0
+
+    def prefix(self, num_tokens: int) -> Prefix:
+        return self.namespace, self.tokens[:num_tokens]
+
+    @property
+    def live(self) -> Lease:
+        assert self.lease is not None
+        return self.lease
+
+
+def array(tokens: Tokens) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def num_common(a: Tokens, b: Tokens) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(map(len, (a, b)))
+    )
+
+
+def fingerprint(cache: PrefixCache) -> object:
+    """Everything the cache consists of, as a value."""
+    pool, tree = cache._pool, cache._tree
+    nodes = [
+        (
+            depth,
+            n.id,
+            n.parent and n.parent.id,
+            n.namespace,
+            bytes(n.tokens),
+            n.blocks.tolist(),
+            n.last_used,
+            n.num_children,
+            n.entry,
+        )
+        for depth, n in tree.walk()
+    ]
+    return (
+        pool.refs.tolist(), pool.in_tree.tolist(), pool._free[: pool.num_free].tolist(),
+        pool.num_evictable, pool.num_tree_blocks, nodes, list(tree._children), tree._next_id,
+        [(ns, root.id, root.num_children) for ns, root in tree._roots.items()],
+        tree.num_tokens, tree.num_blocks, list(cache._queue._nodes), cache.version,
+        cache._num_uses, len(cache._leases),
+    )  # fmt: skip
+
+
+class World:
+    """A cache, its naive model, the sequences that use it and the memory they write.
+
+    Every public method but `check` and `end` is one operation; those that have nothing to act on
+    do nothing.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.cache = PrefixCache(num_blocks, block_size)
+        self.block_size = block_size
+        self.entries: dict[Prefix, Entry] = {}
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.memory: list[list[Row]] = [[None] * block_size for _ in range(num_blocks)]
+        self.num_uses = 0
+
+    # Operations
+
+    def start(self, choose: Choose) -> None:
+        known = [s.tokens for s in (*self.running, *self.waiting)]
+        known += [tokens for _, tokens in self.entries]
+        tokens: Tokens = ()
+        if known and choose(4):
+            tokens = known[choose(len(known))]
+            tokens = tokens[: choose(len(tokens) + 1)]
+        tokens += tuple(ALPHABET[choose(3)] for _ in range(1 + choose(2 * self.block_size)))
+        sequence = Sequence(NAMESPACES[choose(2)], tokens)
+        room = max(0, len(tokens) + choose(4) - 1)
+        self._acquire(sequence, room)
+
+    def copied(self, choose: Choose) -> None:
+        if pending := [s for s in self.running if s.source is not None]:
+            self._copy(pending[choose(len(pending))])
+
+    def chunk(self, choose: Choose) -> None:
+        if sequence := self._pick(choose):
+            room = min(len(sequence.tokens), len(sequence.table) * self.block_size)
+            self._compute(sequence, min(room, sequence.num_settled + 1 + choose(4)))
+
+    def decode(self, choose: Choose) -> None:
+        sequence = self._pick(choose)
+        if sequence is None:
+            return
+        num_tokens = len(sequence.tokens) + 1
+        if self._extend(sequence, num_tokens):
+            sequence.tokens += (ALPHABET[choose(3)],)
+            self._compute(sequence, num_tokens)
+
+    def publish(self, choose: Choose) -> None:
+        if sequence := self._pick(choose):
+            self._publish(sequence)
+
+    def fork(self, choose: Choose) -> None:
+        if sequence := self._pick(choose):
+            tokens = sequence.tokens[: sequence.num_settled]
+            child = Sequence(sequence.namespace, tokens + (ALPHABET[choose(3)],))
+            self._predict_publish(sequence)
+            expected = self._predict_acquire(child, len(tokens), len(tokens) + 1)
+            lease = sequence.live.fork(array(tokens))
+            self._check_lease(child, lease, expected)
+
+    def finish(self, choose: Choose) -> None:
+        if sequence := self._pick(choose):
+            self._publish(sequence)
+            self._release(sequence)
+
+    def preempt(self, choose: Choose) -> None:
+        if sequence := self._pick(choose):
+            self._publish(sequence)
+            self._release(sequence)
+            self.waiting.append(sequence)
+
+    def resume(self, choose: Choose) -> None:
+        if self.waiting:
+            sequence = self.waiting.pop(choose(len(self.waiting)))
+            if not self._acquire(sequence, len(sequence.tokens)):
+                self.waiting.append(sequence)
+
+    def abort(self, choose: Choose) -> None:
+        if sequence := self._pick(choose):
+            self._release(sequence)
+
+    def evict(self, choose: Choose) -> None:
+        num_blocks = choose(self.cache.num_blocks + 1)
+        expected = min(num_blocks, self.cache.num_evictable_blocks)
+        self._predict_evict(expected)
+        assert self.cache.evict(num_blocks) == expected
+
+    def flush(self, choose: Choose) -> None:
+        self._predict_evict(self.cache.num_evictable_blocks)
+        self.cache.flush()
+        assert self.cache.num_evictable_blocks == 0
+
+    def end(self) -> None:
+        """End everything; nothing may be left."""
+        for sequence in list(self.running):
+            self._release(sequence)
+            self.check()
+        assert self.cache.num_evictable_blocks == self.cache.num_tree_blocks
+        self.flush(lambda n: 0)
+        self.check()
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+        assert not self.cache._tree._roots and not self.cache._leases and not self.entries
+
+    # What an operation does to cache, model and memory
+
+    def _acquire(self, sequence: Sequence, num_tokens: int) -> bool:
+        max_cached = len(sequence.tokens) - 1
+        longest = self._longest(sequence.namespace, sequence.tokens[:max_cached])
+        found = self.cache.match(array(sequence.tokens), sequence.namespace)
+        assert (found.num_tokens, found.num_whole_blocks) == (longest, longest // self.block_size)
+        before = fingerprint(self.cache)
+        expected = self._predict_acquire(sequence, max_cached, num_tokens)
+        lease = self.cache.acquire(array(sequence.tokens), num_tokens, sequence.namespace)
+        if lease is None:
+            assert fingerprint(self.cache) == before, "a refusal left a trace"
+        return self._check_lease(sequence, lease, expected)
+
+    def _copy(self, sequence: Sequence) -> None:
+        """What the device does in a step, and the end of that step."""
+        copy = sequence.live.copy
+        assert copy is not None
+        for row in range(copy.num_rows):
+            self._write(copy.target, row, self.memory[copy.source][row])
+        sequence.live.copied()
+        sequence.num_settled += sequence.num_copied
+        sequence.source, sequence.num_copied = None, 0
+
+    def _compute(self, sequence: Sequence, end: int) -> None:
+        if sequence.source is not None:
+            self._copy(sequence)
+        for position in range(sequence.num_settled, end):
+            index, row = divmod(position, self.block_size)
+            self._write(sequence.table[index], row, sequence.prefix(position + 1))
+        sequence.num_settled = max(sequence.num_settled, end)
+
+    def _write(self, block: int, row: int, value: Row) -> None:
+        counted = {counted for counted, _ in self._counted_rows()}
+        assert (block, row) not in counted, "a row that is counted was written again"
+        self.memory[block][row] = value
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        missing = -(-num_tokens // self.block_size) - len(sequence.table)
+        before = fingerprint(self.cache)
+        fits = missing <= self.cache.num_blocks - len(self._held())
+        if fits:
+            self._predict_evict(missing - self._num_free())
+        assert sequence.live.extend(num_tokens) == fits, "an extension was refused or not"
+        if missing <= 0 or not fits:
+            assert fingerprint(self.cache) == before
+            return fits
+        self._take_new(sequence, missing)
+        return True
+
+    def _publish(self, sequence: Sequence) -> None:
+        epoch, table = sequence.live.epoch, list(sequence.table)
+        self._predict_publish(sequence)
+        sequence.live.publish(array(sequence.tokens[: sequence.num_settled]))
+        assert (sequence.live.epoch != epoch) == (sequence.table != table)
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.live.release()
+        self.running.remove(sequence)
+        sequence.lease, sequence.table, sequence.source = None, [], None
+        sequence.num_copied = sequence.num_settled = 0
+
+    # The model
+
+    def _predict_acquire(
+        self, sequence: Sequence, max_cached: int, num_tokens: int
+    ) -> tuple[int, int] | None:
+        """Change the model as an acquisition must: (new blocks, rows to copy), None if refused."""
+        namespace, query = sequence.prefix(max_cached)
+        size = self.block_size
+        shared: list[Entry] = []
+        while (end := (len(shared) + 1) * size) <= len(query):
+            if (entry := self.entries.get((namespace, query[:end]))) is None:
+                break
+            shared.append(entry)
+        num_whole = len(shared) * size
+        source, num_rows = self._closest(namespace, query[:num_whole], query[num_whole:][:size])
+        assert num_whole + num_rows == self._longest(namespace, query)
+
+        held = self._held() | {entry.block for entry in shared}
+        room = self.cache.num_blocks - len(held)
+
+        def num_new() -> int:
+            return -(-max(num_tokens, num_whole + num_rows) // size) - len(shared)
+
+        if source is not None and num_new() > room - (source.block not in held):
+            source, num_rows = None, 0
+        if num_new() > room:
+            return None
+        self._touch(shared + ([source] if source else []))
+        sequence.table = [entry.block for entry in shared]
+        sequence.source = source.block if source else None
+        sequence.num_copied = num_rows
+        sequence.num_settled = num_whole
+        self.running.append(sequence)
+        self._predict_evict(num_new() - self._num_free())
+        return num_new(), num_rows
+
+    def _check_lease(
+        self, sequence: Sequence, lease: Lease | None, expected: tuple[int, int] | None
+    ) -> bool:
+        """Compare an acquisition with its prediction, and take in the blocks it got."""
+        assert (lease is None) == (expected is None), "a request was refused that fits, or not"
+        if lease is None or expected is None:
+            return False
+        num_new, num_rows = expected
+        sequence.lease = lease
+        assert lease.num_cached == sequence.num_settled + num_rows
+        assert (lease.copy.num_rows if lease.copy else 0) == num_rows
+        self._take_new(sequence, num_new)
+        if lease.copy:
+            assert lease.copy.source == sequence.source
+            assert lease.copy.target == sequence.table[sequence.num_settled // self.block_size]
+        return True
+
+    def _take_new(self, sequence: Sequence, num_blocks: int) -> None:
+        """Believe the cache which blocks a lease got, if they were free; they come ascending."""
+        table = sequence.live.block_table.tolist()
+        new = table[len(sequence.table) :]
+        assert len(new) == num_blocks and new == sorted(set(new))
+        assert not set(new) & (self._held() | self._in_tree()), "a block was given away twice"
+        sequence.table += new
+
+    def _predict_publish(self, sequence: Sequence) -> None:
+        if sequence.source is not None:
+            return
+        namespace, tokens = sequence.prefix(sequence.num_settled)
+        size = self.block_size
+        used: list[Entry] = []
+        for index in range(-(-len(tokens) // size)):
+            prefix = tokens[: (index + 1) * size]
+            entry = self.entries.get((namespace, prefix))
+            if len(prefix) % size:
+                entry, num_rows = self._closest(
+                    namespace, prefix[: index * size], prefix[index * size :]
+                )
+                if num_rows < len(prefix) % size:
+                    entry = None
+            elif entry is not None:
+                sequence.table[index] = entry.block
+            if entry is None:
+                for end in range(index * size + 1, len(prefix)):
+                    self.entries.pop((namespace, prefix[:end]), None)
+                entry = self.entries[namespace, prefix] = Entry(sequence.table[index], 0)
+            used.append(entry)
+        self._touch(used)
+
+    def _predict_evict(self, num_blocks: int) -> None:
+        """Take out, one after the other, the least recently used block that ends the tree."""
+        for _ in range(num_blocks):
+            held = self._held()
+            inner = {(ns, tokens[: self._start(tokens)]) for ns, tokens in self.entries}
+            stamp, prefix = min(
+                (entry.stamp, prefix)
+                for prefix, entry in self.entries.items()
+                if prefix not in inner and entry.block not in held
+            )
+            del self.entries[prefix]
+
+    def _touch(self, entries: list[Entry]) -> None:
+        self.num_uses += 1
+        for entry in entries:
+            entry.stamp = self.num_uses
+
+    def _longest(self, namespace: Namespace, query: Tokens) -> int:
+        """The longest prefix of `query` that was published and not evicted."""
+        return max((num_common(query, t) for ns, t in self.entries if ns == namespace), default=0)
+
+    def _closest(
+        self, namespace: Namespace, above: Tokens, rest: Tokens
+    ) -> tuple[Entry | None, int]:
+        """The block behind `above` that begins most like `rest`; of two, the lower neighbour."""
+        key = array(rest).tobytes()
+        children = {
+            array(tokens[len(above) :]).tobytes(): tokens
+            for ns, tokens in self.entries
+            if ns == namespace
+            and tokens[: len(above)] == above
+            and self._start(tokens) == len(above)
+        }
+        lower = [k for k in sorted(children) if k <= key][-1:]
+        upper = [k for k in sorted(children) if k >= key][:1]
+        near = [children[k] for k in lower + upper]
+        best = max(near, key=lambda tokens: num_common(tokens[len(above) :], rest), default=None)
+        num_rows = num_common(best[len(above) :], rest) if best else 0
+        return (self.entries[namespace, best], num_rows) if best and num_rows else (None, 0)
+
+    def _start(self, tokens: Tokens) -> int:
+        """Where the block that ends a prefix begins."""
+        return (len(tokens) - 1) // self.block_size * self.block_size
+
+    def _held(self) -> set[int]:
+        """The blocks that leases hold."""
+        sources = {s.source for s in self.running if s.source is not None}
+        return sources.union(*(s.table for s in self.running))
+
+    def _in_tree(self) -> set[int]:
+        return {entry.block for entry in self.entries.values()}
+
+    def _num_free(self) -> int:
+        return self.cache.num_blocks - len(self._held() | self._in_tree())
+
+    def _counted_rows(self) -> Iterator[tuple[tuple[int, int], Prefix]]:
+        """Each row that the tree or a lease counts on, and what must be in it."""
+        for (namespace, tokens), entry in self.entries.items():
+            start = self._start(tokens)
+            for row in range(len(tokens) - start):
+                yield (entry.block, row), (namespace, tokens[: start + row + 1])
+        for sequence in self.running:
+            for position in range(sequence.num_settled):
+                index, row = divmod(position, self.block_size)
+                yield (sequence.table[index], row), sequence.prefix(position + 1)
+            for row in range(sequence.num_copied):
+                assert sequence.source is not None
+                yield (sequence.source, row), sequence.prefix(sequence.num_settled + row + 1)
+
+    def _pick(self, choose: Choose) -> Sequence | None:
+        return self.running[choose(len(self.running))] if self.running else None
+
+    # Comparison
+
+    def check(self) -> None:
+        """Compare everything that can be seen, and look into the memory."""
+        cache = self.cache
+        cache.check()
+        self._check_tree()
+        held, in_tree = self._held(), self._in_tree()
+        assert cache.num_free_blocks == self._num_free()
+        assert cache.num_evictable_blocks == len(in_tree - held)
+        assert cache.num_tree_blocks == len(in_tree) == len(self.entries)
+        holders = [set(s.table) | {s.source} for s in self.running]
+        for index, sequence in enumerate(self.running):
+            lease = sequence.live
+            others = set().union(*holders[:index], *holders[index + 1 :])
+            assert lease.block_table.tolist() == sequence.table
+            assert lease.num_exclusive_blocks == len(set(sequence.table) - others)
+            assert lease.num_shared_blocks == self._num_shared(sequence)
+        for block in range(cache.num_blocks):
+            if block not in held | in_tree:
+                self.memory[block] = [None] * self.block_size
+        for (block, row), prefix in self._counted_rows():
+            assert self.memory[block][row] == prefix, "a counted row holds something else"
+
+    def _check_tree(self) -> None:
+        """The tree holds the model's blocks, each last used when the model says."""
+        actual: dict[Prefix, Entry] = {}
+        num_tokens = 0
+        path: list[Tokens] = []
+        for depth, node in self.cache._tree.walk():
+            above = sum(path[:depth], ())
+            edge = tuple(np.frombuffer(bytes(node.tokens), np.int32).tolist())
+            path[depth:] = [edge]
+            num_tokens += len(edge)
+            for index, block in enumerate(node.blocks.tolist()):
+                tokens = above + edge[: (index + 1) * self.block_size]
+                actual[node.namespace, tokens] = Entry(block, node.last_used)
+        assert actual == self.entries, "the tree holds something else than was published"
+        assert num_tokens == self.cache.num_cached_tokens
+
+    def _num_shared(self, sequence: Sequence) -> int:
+        for index, block in enumerate(sequence.table):
+            entry = self.entries.get(sequence.prefix((index + 1) * self.block_size))
+            is_whole = (index + 1) * self.block_size <= len(sequence.tokens)
+            if entry is None or not is_whole or entry.block != block:
+                return index
+        return len(sequence.table)

@@ -1,0 +1,229 @@
+"""A scheduler that runs without a model.
+
+`PagedExecutor` stands in for the model and the KV cache: in each slot it keeps a hash of the whole
+prefix up to that token, checks for every row that the plan's segments lead to exactly the prefix it
+should attend to, and draws a token that is a function of that prefix. A block that is shared
+wrongly, overwritten or copied too late makes it fail at once, in the step where it happens.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sapwood.radix import PrefixCache
+from sapwood.runtime.config import SchedulerOptions
+from sapwood.runtime.core import EngineCore
+from sapwood.runtime.outputs import FinishReason
+from sapwood.runtime.policy import load_policy
+from sapwood.runtime.request import Request, SampledToken, SequenceOutput
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.scheduler import Scheduler
+from sapwood.runtime.segmenter import Segmenter
+from sapwood.runtime.step_plan import Chunk, StepPlan
+
+EOS = 0
+VOCAB_SIZE = 1000
+NextToken = Callable[[Chunk, int], int]
+
+
+def tokens(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), np.int32)
+
+
+def token_after(chunk: Chunk, prefix_hash: int) -> int:
+    """A token that depends on the whole prefix; never the end token."""
+    return 1 + prefix_hash % (VOCAB_SIZE - 1)
+
+
+class PagedExecutor:
+    def __init__(self, block_size: int, next_token: NextToken = token_after) -> None:
+        self.plans: list[StepPlan] = []
+        self.num_kv_tokens_read = 0
+        self._block_size = block_size
+        self._next_token = next_token
+        self._memory: dict[int, int] = {}  # slot -> hash of the prefix that ends there
+
+    def run(self, plan: StepPlan) -> list[SampledToken]:
+        self.plans.append(plan)
+        plan.attention.check()
+        self.num_kv_tokens_read += plan.attention.num_kv_tokens
+        for copy in plan.copies:
+            for row in range(copy.num_rows):
+                source = copy.source * self._block_size + row
+                self._memory[copy.target * self._block_size + row] = self._memory[source]
+        for chunk in plan.chunks:
+            self._write(chunk)
+        self._check_attention(plan)
+        return [
+            SampledToken(self._next_token(chunk, self._prefix_hashes(chunk)[chunk.end - 1]))
+            for chunk in plan.sampling_chunks
+        ]
+
+    def _prefix_hashes(self, chunk: Chunk) -> list[int]:
+        hashes, last = [], hash(chunk.sequence.request.namespace)
+        for token in chunk.sequence.token_ids[: chunk.end].tolist():
+            last = hash((last, token))
+            hashes.append(last)
+        return hashes
+
+    def _write(self, chunk: Chunk) -> None:
+        hashes = self._prefix_hashes(chunk)
+        table = chunk.sequence.lease.block_table
+        for position in range(chunk.start, chunk.end):
+            block = int(table[position // self._block_size])
+            self._memory[block * self._block_size + position % self._block_size] = hashes[position]
+
+    def _check_attention(self, plan: StepPlan) -> None:
+        first_row = 0
+        for chunk in plan.chunks:
+            hashes = self._prefix_hashes(chunk)
+            for row in range(first_row, first_row + chunk.length):
+                seen = self._seen_by(plan, row)
+                position = chunk.start + row - first_row
+                assert seen == dict(enumerate(hashes[: position + 1])), "a row sees other tokens"
+            first_row += chunk.length
+
+    def _seen_by(self, plan: StepPlan, row: int) -> dict[int, int | None]:
+        """Position -> hash, as the segments give them to a row."""
+        seen: dict[int, int | None] = {}
+        for shared in plan.attention.shared:
+            if row in shared.rows:
+                seen.update(self._read(shared.block_ids, shared.start, shared.length))
+        for private in plan.attention.private:
+            index = row - private.first_row
+            if 0 <= index < private.num_rows:
+                length = private.length - private.num_rows + index + 1
+                seen.update(self._read(private.block_ids, private.start, length))
+        return seen
+
+    def _read(self, block_ids: np.ndarray, start: int, length: int) -> dict[int, int | None]:
+        return {
+            start + i: self._memory.get(
+                int(block_ids[i // self._block_size]) * self._block_size + i % self._block_size
+            )
+            for i in range(length)
+        }
+
+
+@dataclass
+class Finished:
+    step: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+    stop_reason: str | int | None
+
+
+@dataclass
+class Harness:
+    """An engine core over the paged executor; steps are counted from 1."""
+
+    block_size: int = 16
+    num_blocks: int = 1024
+    next_token: NextToken = token_after
+    max_model_len: int | None = None
+    min_saved_tokens: int = 1
+    prefix_caching: bool = True
+    token_bytes: tuple[bytes, ...] = ()
+    options: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        options = SchedulerOptions(**{"max_num_batched_tokens": 10_000, **self.options})
+        self.executor = PagedExecutor(self.block_size, self.next_token)
+        self.scheduler = Scheduler(
+            self.make_cache(),
+            load_policy(options.schedule_policy),
+            options,
+            segmenter=Segmenter(self.block_size, self.min_saved_tokens),
+            max_model_len=self.max_model_len or self.num_blocks * self.block_size,
+            token_bytes=self.token_bytes,
+        )
+        self.core = EngineCore(
+            self.scheduler,
+            self.executor,
+            clock=lambda: float(self.num_steps),
+            make_cache=self.make_cache,
+            check_invariants=True,
+        )
+        self.num_steps = 0
+        self.finished: dict[str, Finished] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.errors: dict[str, str] = {}
+        self._num_added = 0
+
+    def make_cache(self) -> PrefixCache:
+        return PrefixCache(self.num_blocks, self.block_size, enabled=self.prefix_caching)
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self.scheduler.cache
+
+    def add(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 4,
+        *,
+        request_id: str | None = None,
+        namespace: tuple = (),
+        **sampling: object,
+    ) -> str:
+        request_id = request_id or f"r{self._num_added}"
+        self._num_added += 1
+        params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens(prompt),
+            sampling=params,
+            max_tokens=max_tokens,
+            seed=0,
+            eos_token_ids=(EOS,),
+            arrival_time=float(self.num_steps),
+            namespace=namespace,
+        )
+        self.core.add(request)
+        self.answers[request_id] = []
+        return request_id
+
+    def step(self) -> list[SequenceOutput]:
+        self.num_steps += 1
+        outputs = self.core.step()
+        self.take(outputs)
+        return outputs
+
+    def take(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            self.answers[output.request_id].extend(output.token_ids)
+            if output.error is not None:
+                self.errors[output.request_id] = output.error
+            if output.finished:
+                assert output.request_id not in self.finished, "a request ended twice"
+                self.finished[output.request_id] = Finished(
+                    self.num_steps,
+                    self.answers[output.request_id],
+                    output.finish_reason,
+                    output.num_cached_tokens,
+                    output.stop_reason,
+                )
+
+    def abort(self, request_id: str) -> None:
+        self.take(self.core.abort(request_id))
+
+    def run(self, limit: int = 100_000) -> None:
+        """Step until nothing is left. An error in a step is the test's error."""
+        while self.core.has_work:
+            self.step()
+            assert not self.errors, next(iter(self.errors.values()))
+            assert self.num_steps < limit, "the engine does not finish"
+
+    def answer(self, prompt: Iterable[int], max_tokens: int = 4, **sampling: object) -> Finished:
+        """Run one request alone."""
+        request_id = self.add(prompt, max_tokens, **sampling)
+        self.run()
+        return self.finished[request_id]
+
+    def assert_nothing_held(self) -> None:
+        cache = self.cache
+        cache.check()
+        assert cache.num_free_blocks + cache.num_tree_blocks == cache.num_blocks
+        assert cache.num_evictable_blocks == cache.num_tree_blocks

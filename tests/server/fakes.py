@@ -1,0 +1,236 @@
+"""An engine without a model: bytes are tokens, answers are canned, and aborts are recorded."""
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from sapwood.runtime.errors import ContextLengthError, RequestError
+from sapwood.runtime.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+from sapwood.runtime.sampling_params import SamplingParams
+
+END = 256  # the id of the end token
+ANSWER = "Hello, wörld! One, two, three."
+
+
+class ByteTokenizer:
+    def token_raw_bytes(self, token_id: int) -> bytes:
+        return b"<end>" if token_id == END else bytes([token_id])
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_raw_bytes(token_id).decode(errors="replace")
+
+
+class FakeEngine:
+    """Answers `answer`, or letters drawn with the seed if the temperature is not 0.
+
+    `delay` is the time of a step, `prefill` that before the first token. `fail` is raised after
+    `fail_after` tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        answer: str = ANSWER,
+        max_model_len: int = 4096,
+        delay: float = 0.0,
+        prefill: float = 0.0,
+        fail: Exception | None = None,
+        fail_after: int = 0,
+    ) -> None:
+        self.answer, self.delay, self.prefill = answer, delay, prefill
+        self.fail, self.fail_after = fail, fail_after
+        self.tokenizer = ByteTokenizer()
+        self.is_alive = True
+        self.running: set[str] = set()
+        self.started: list[str] = []
+        self.aborted: list[str] = []
+        self.inputs: list[Any] = []
+        self.sampling: list[SamplingParams] = []
+        self.num_flushes = 0
+        self.closed = False
+        self._seen: set[bytes] = set()
+        self._counts = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}
+        self._finished: dict[str, int] = {}
+        self.info = SimpleNamespace(
+            model_name="fake/model", dtype="float32", device="cpu", kernels="none",
+            schedule_policy="lpm", prefix_caching=True, max_model_len=max_model_len,
+            num_kv_blocks=64, block_size=16, kv_capacity_tokens=1024, kv_bytes=2**20,
+            vocab_size=257, load_seconds=0.1, created=1_700_000_000,
+        )  # fmt: skip
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            num_running=len(self.running), num_waiting=0, num_free_blocks=60, num_tree_blocks=4,
+            kv_usage=0.0, num_steps=1, computed_tokens=1, num_preemptions=0, num_quarantines=0,
+            num_finished_by_reason=self._finished, **self._counts,
+        )  # fmt: skip
+
+    async def generate(
+        self,
+        inputs: Sequence[Any],
+        sampling: Sequence[SamplingParams],
+        *,
+        request_ids: Sequence[str],
+    ) -> list[RequestOutput]:
+        prompts = [self._prompt(prompt) for prompt in inputs]
+        runs = zip(prompts, sampling, request_ids, strict=True)
+        tasks = [asyncio.ensure_future(self._whole(*run)) for run in runs]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stream(
+        self, input: Any, sampling: SamplingParams, *, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        run = self._run(self._prompt(input), sampling, request_id)
+        async for output in run:
+            try:
+                yield output
+            except GeneratorExit:
+                await run.aclose()
+                raise
+
+    async def flush_cache(self) -> None:
+        self.num_flushes += 1
+        self._seen.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _prompt(self, given: Any) -> np.ndarray:
+        self.inputs.append(given)
+        if isinstance(given, str):
+            ids = list(given.encode())
+        elif isinstance(given[0], Mapping):
+            ids = list("".join(f"{m['role']}:{_text(m)}\n" for m in given).encode())
+        else:
+            ids = list(given)
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        if len(ids) >= self.info.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.info.max_model_len} tokens, and the "
+                f"prompt has {len(ids)}",
+                param="messages" if isinstance(given[0], Mapping) else "prompt",
+            )
+        return np.array(ids, np.int32)
+
+    async def _whole(self, ids: np.ndarray, sampling: SamplingParams, rid: str) -> RequestOutput:
+        pieces = [piece async for piece in self._run(ids, sampling, rid)]
+        answers = [piece.outputs[0] for piece in pieces]
+        logprobs = tuple(entry for answer in answers for entry in answer.logprobs or ())
+        whole = CompletionOutput(
+            index=0,
+            text="".join(answer.text for answer in answers),
+            token_ids=tuple(token for answer in answers for token in answer.token_ids),
+            logprobs=logprobs if sampling.logprobs else None,
+            finish_reason=answers[-1].finish_reason,
+            stop_reason=answers[-1].stop_reason,
+        )
+        return _output(rid, ids, whole, pieces[-1].num_cached_tokens, pieces[-1].metrics)
+
+    async def _run(
+        self, ids: np.ndarray, sampling: SamplingParams, rid: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.sampling.append(sampling)
+        self.started.append(rid)
+        self.running.add(rid)
+        arrival, finished = time.monotonic(), False
+        cached = len(ids) - 1 if ids.tobytes() in self._seen else 0
+        self._seen.add(ids.tobytes())
+        try:
+            await asyncio.sleep(self.prefill)
+            first = time.monotonic()
+            for i, (token, text, reason, matched) in enumerate(_steps(self.answer, sampling)):
+                await asyncio.sleep(self.delay)
+                if self.fail is not None and i >= self.fail_after:
+                    finished = True
+                    raise self.fail
+                now = time.monotonic() if reason else None
+                finished = reason is not None
+                piece = CompletionOutput(
+                    index=0, text=text, token_ids=(token,), logprobs=_logprobs(token, sampling),
+                    finish_reason=reason, stop_reason=matched,
+                )  # fmt: skip
+                times = RequestMetrics(
+                    arrival_time=arrival, first_scheduled_time=arrival, first_token_time=first,
+                    finished_time=now,
+                )  # fmt: skip
+                self._count(piece, len(ids) if i == 0 else 0, cached if i == 0 else 0)
+                yield _output(rid, ids, piece, cached, times)
+        finally:
+            self.running.discard(rid)
+            if not finished:
+                self.aborted.append(rid)
+
+    def _count(self, piece: CompletionOutput, prompt_tokens: int, cached_tokens: int) -> None:
+        self._counts["prompt_tokens"] += prompt_tokens
+        self._counts["cached_tokens"] += cached_tokens
+        self._counts["generated_tokens"] += 1
+        if piece.finish_reason is not None:
+            reason = str(piece.finish_reason)
+            self._finished[reason] = self._finished.get(reason, 0) + 1
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _output(
+    rid: str, ids: np.ndarray, answer: CompletionOutput, cached: int, times: RequestMetrics
+) -> RequestOutput:
+    return RequestOutput(
+        request_id=rid, prompt_token_ids=ids, outputs=(answer,), num_cached_tokens=cached,
+        metrics=times,
+    )  # fmt: skip
+
+
+def _steps(
+    answer: str, sampling: SamplingParams
+) -> list[tuple[int, str, FinishReason | None, str | int | None]]:
+    """Token, new text, finish reason and what matched, for each step of an answer."""
+    if sampling.temperature:
+        draw = random.Random(sampling.seed)
+        answer = "".join(draw.choice("abcdefgh ") for _ in range(24))
+    limit = sampling.max_tokens or 10_000
+    data, text_len, steps = answer.encode(), 0, []
+    ends = [(data.find(stop.encode()), stop) for stop in sampling.stop if stop.encode() in data]
+    cut, stop = min(ends, default=(len(data), None))
+    for i, token in enumerate((*data, END)):
+        at_stop = stop is not None and i + 1 == cut + len(stop.encode())
+        so_far = data[: min(i + 1, cut)].decode(errors="ignore")
+        new, text_len = so_far[text_len:], len(so_far)
+        reason: FinishReason | None = None
+        if at_stop or token == END:
+            reason = FinishReason.STOP
+        elif i + 1 == limit:
+            reason = FinishReason.LENGTH
+        steps.append((token, new, reason, stop if at_stop else None))
+        if reason:
+            break
+    return steps
+
+
+def _logprobs(token: int, sampling: SamplingParams) -> tuple[TokenLogprobs, ...] | None:
+    if not sampling.logprobs:
+        return None
+    values = [-0.5, -1.5, -math.inf, *(-3.0 - i for i in range(20))]
+    top = tuple(Logprob((token + i) % 257, values[i]) for i in range(sampling.top_logprobs))
+    return (TokenLogprobs(token_id=token, logprob=-0.5, top=top),)

@@ -1,0 +1,250 @@
+"""The import rules of docs/design.md as data, checked against every file."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("radix", "kernels", "runtime", "server")
+STDLIB = frozenset(sys.stdlib_module_names)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What files under `path` may import: of ours (dotted prefixes) and of others (top-level)."""
+
+    path: str
+    ours: tuple[str, ...]
+    others: tuple[str, ...]
+    on_use: tuple[str, ...] = ()  # inside functions, or for type checking, only
+
+
+SERVER_PUBLIC = tuple(
+    f"sapwood.runtime.{name}"
+    for name in (
+        "async_engine",
+        "build",
+        "config",
+        "core",
+        "engine",
+        "errors",
+        "outputs",
+        "policy",
+        "processing",
+        "pull",
+        "sampling_params",
+        "tokenizer",
+    )
+)
+
+RULES = (
+    Rule("radix", ("sapwood.radix",), ("numpy", "sortedcontainers")),
+    Rule("kernels", ("sapwood.kernels",), ("torch", "triton", "numpy")),
+    Rule(
+        "runtime",
+        ("sapwood.runtime", "sapwood.radix", "sapwood.kernels"),
+        ("torch", "numpy", "transformers", "tokenizers", "safetensors", "sortedcontainers"),
+        on_use=("gguf", "huggingface_hub", "jinja2", "outlines", "llguidance"),
+    ),
+    Rule(
+        "server",
+        ("sapwood.server", "sapwood.radix", *SERVER_PUBLIC),
+        (
+            "fastapi",
+            "starlette",
+            "pydantic",
+            "pydantic_core",
+            "uvicorn",
+            "prometheus_client",
+            "typer",
+            "rich",
+            "httpx",
+            "numpy",
+        ),
+    ),
+)
+
+# These run in tests and trace replay with a virtual clock and no model.
+TORCH_FREE = (
+    "kernels/__init__.py",
+    "kernels/segments.py",
+    "runtime/admission.py",
+    "runtime/config.py",
+    "runtime/detokenizer.py",
+    "runtime/errors.py",
+    "runtime/noise.py",
+    "runtime/outputs.py",
+    "runtime/policy.py",
+    "runtime/request.py",
+    "runtime/sampling_params.py",
+    "runtime/scheduler.py",
+    "runtime/segmenter.py",
+    "runtime/step_plan.py",
+    "runtime/stop.py",
+    "runtime/tokenizer.py",
+)
+CLOCKS = ("time", "datetime")
+CLOCK_FREE = (
+    *(name for name in TORCH_FREE if name.startswith("runtime/")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "radix").glob("*.py")),
+    "runtime/core.py",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    line: int
+    on_use: bool
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every absolute import of a file; those in functions or under TYPE_CHECKING are on use."""
+
+    def visit(node: ast.AST, on_use: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, on_use) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}:{child.lineno} imports relatively"
+                yield Import(child.module or "", child.lineno, on_use)
+            else:
+                lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
+                    isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                )
+                yield from visit(child, on_use or lazy)
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+def is_under(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.path)
+def test_a_folder_imports_only_what_its_rule_allows(rule: Rule) -> None:
+    wrong = []
+    for path in sources(rule.path):
+        for found in imports_of(path):
+            top = found.module.split(".")[0]
+            if top == "sapwood":
+                allowed = is_under(found.module, rule.ours)
+            else:
+                allowed = top in STDLIB or top in rule.others
+                allowed = allowed or (found.on_use and top in rule.on_use)
+            if not allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{found.line} imports {found.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_a_torch_free_file_imports_no_torch_whatever_it_pulls_in(name: str) -> None:
+    module = "sapwood." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("name", CLOCK_FREE)
+def test_a_clock_free_file_reads_no_clock(name: str) -> None:
+    clocks = [found.module for found in imports_of(ROOT / name) if found.module in CLOCKS]
+    assert not clocks
+
+
+def test_every_link_leads_to_its_folder() -> None:
+    for folder in FOLDERS:
+        link = ROOT / "sapwood" / folder
+        assert link.is_symlink(), f"{link} is not a link"
+        assert link.readlink() == Path("..") / folder
+        assert link.resolve() == ROOT / folder
+
+
+def test_every_package_folder_has_a_rule_and_a_link() -> None:
+    packages = {
+        path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "sapwood"
+    }
+    assert packages - {"tests", "bench"} == set(FOLDERS) == {rule.path for rule in RULES}
+
+
+MUTABLE_CALLS = frozenset(
+    {"dict", "list", "set", "bytearray", "defaultdict", "Counter", "deque", "OrderedDict"}
+)
+CACHES = frozenset({"cache", "lru_cache"})
+
+
+def mutable_state_of(path: Path) -> Iterator[str]:
+    """Module-level (and class-level) names bound to something that can change, and caches on
+    functions, which are the same thing in disguise."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"{path.relative_to(ROOT)}:{node.lineno} global {', '.join(node.names)}"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for decorator in node.decorator_list:
+                target = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if ast.unparse(target).split(".")[-1] in CACHES:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno} caches {node.name}"
+    bodies = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
+    for statement in (statement for body in bodies for statement in body):
+        if not isinstance(statement, ast.Assign | ast.AnnAssign):
+            continue
+        value = statement.value
+        is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+        if isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp) or (
+            is_call and value.func.id in MUTABLE_CALLS  # type: ignore[union-attr]
+        ):
+            targets = ast.unparse(statement).split("=")[0].strip()
+            if not targets.startswith(("__all__", "__slots__")):
+                yield f"{path.relative_to(ROOT)}:{statement.lineno} {targets}"
+
+
+def test_no_module_holds_mutable_state() -> None:
+    found = [
+        state
+        for folder in (*FOLDERS, "sapwood")
+        for path in sources(folder)
+        for state in mutable_state_of(path)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_importing_sapwood_imports_no_torch() -> None:
+    code = "import sys, sapwood; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+MINIMAL = ("torch", "triton", "numpy", "sortedcontainers", "safetensors", "tokenizers")
+CORE_MODULES = (
+    "sapwood.radix",
+    "sapwood.kernels.cpu",
+    "sapwood.kernels.reference",
+    "sapwood.runtime.engine",
+    "sapwood.runtime.async_engine",
+    "sapwood.runtime.models.llama",
+    "sapwood.runtime.weights",
+)
+
+
+def test_the_core_imports_where_only_the_minimal_packages_are_installed() -> None:
+    """Everything that is not named, needed by those or in the standard library is hidden."""
+    hidden = (
+        "fastapi starlette pydantic uvicorn prometheus_client typer rich httpx gguf jinja2 "
+        "huggingface_hub outlines outlines_core llguidance transformers"
+    ).split()
+    code = "\n".join(
+        [
+            "import sys",
+            f"for name in {hidden}: sys.modules[name] = None",
+            f"for name in {list(CORE_MODULES)}: __import__(name)",
+        ]
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
