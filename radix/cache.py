@@ -208,7 +208,8 @@ class PrefixCache:
             held = lease.held_blocks()
             assert len(np.unique(held)) == len(held), "a lease holds a block twice"
             refs[held] += 1
-            lease.check()
+            shared = lease.block_table[: lease.num_shared_blocks]
+            assert self._pool.in_tree[shared].all(), "a shared block is not in the tree"
         assert np.array_equal(refs, self._pool.refs), "the counts differ from the holders"
 
     def _acquire(
@@ -283,7 +284,6 @@ class PrefixCache:
             self._use(path)
         num_shared = num_tokens // self.block_size if own.size else path.num_blocks
         lease.num_shared_blocks = max(lease.num_shared_blocks, num_shared)
-        lease.node = path.nodes[-1] if path.nodes else None
 
     def _check_same_sequence(
         self, lease: "Lease", path: Path, num_tokens: int, differing: _Indices, own: BlockIds
@@ -310,7 +310,7 @@ class PrefixCache:
         lease.epoch += 1
 
     def _insert(self, lease: "Lease", path: Path, tokens: bytes, own: BlockIds) -> None:
-        """Add the blocks `own` behind the whole blocks of `path`, and themselves to `path`."""
+        """Add the blocks `own` behind the whole blocks of `path`."""
         if self._tree.ends_in_partial_leaf(path):
             # Ours continues it: it is taken out, and enters again grown if it is the same block.
             leaf = path.nodes[-1]
@@ -322,20 +322,14 @@ class PrefixCache:
         rest = tokens[path.num_tokens * TOKEN_BYTES :]
         node = self._tree.append(lease.namespace, above, rest, own)
         node.last_used = self._num_uses
-        path.nodes.append(node)
         self._pool.enter_tree(own)
         self.version += 1
 
-    def _let_go(self, lease: "Lease", block_ids: BlockIds) -> None:
-        """Take a lease away as the holder of blocks, of which tree blocks end its path."""
+    def _let_go(self, block_ids: BlockIds, *last: int) -> None:
+        """Take a holder from blocks; `last` are those that a leaf of the tree may end in."""
         self._pool.release(block_ids)
-        # The leaf this may have made a candidate is the lease's node, or the first above it that
-        # is still in the tree: a cut leaves the lower half the same node, eviction and
-        # replacement keep the way up, and a node below the path's end would have to be gone.
-        node = lease.node
-        while node is not None and not node.blocks.size:
-            node = node.parent
-        self._requeue(node)
+        for block_id in last:
+            self._requeue(self._tree.node_ending_in(block_id))
 
     def _requeue(self, node: Node | None) -> None:
         """Bring a node's place among the candidates up to date. O(log(candidates))."""
@@ -367,7 +361,6 @@ class Lease:
         "copy",
         "epoch",
         "namespace",
-        "node",
         "num_blocks",
         "num_cached",
         "num_shared_blocks",
@@ -392,8 +385,6 @@ class Lease:
         """Changes whenever entries of the block table did."""
         self.num_shared_blocks = path.num_blocks
         """Leading blocks of the table that are in the tree, where others may read them."""
-        self.node: Node | None = path.nodes[-1] if path.nodes else None
-        """The cache's: it holds the last tree block of the lease, or is below or was."""
         self._cache = cache
         self._table = block_ids
         self._released = False
@@ -416,9 +407,8 @@ class Lease:
         """
         self._check_live()
         if self.copy is not None:
-            source = np.array([self.copy.source], np.int32)
-            self.copy = None
-            self._cache._let_go(self, source)
+            source, self.copy = self.copy.source, None
+            self._cache._let_go(np.array([source], np.int32), source)
 
     def extend(self, num_tokens: int) -> bool:
         """Have blocks for `num_tokens` tokens in all; False if they cannot be had now.
@@ -478,27 +468,20 @@ class Lease:
     def release(self) -> None:
         """End the lease: every block it holds has one holder less. O(blocks)."""
         self._check_live()
-        self._cache._let_go(self, self.held_blocks())
+        # Of the blocks before these some leaf's last cannot be one, for these come after it.
+        ends = [self.copy.source] if self.copy else []
+        ends += self.block_table[: self.num_shared_blocks + 1][-2:].tolist()
+        self._cache._let_go(self.held_blocks(), *ends)
         self._cache._leases.remove(self)
         self._released = True
         self.num_blocks = self.num_shared_blocks = 0
-        self.copy = self.node = None
+        self.copy = None
 
     def held_blocks(self) -> BlockIds:
         """Every block the lease counts as a holder of: its table, and the source of its copy."""
         if self.copy is None:
             return self.block_table
         return np.append(self.block_table, np.int32(self.copy.source))
-
-    def check(self) -> None:
-        """Assert that the shared blocks are the tree's, on the way up from the lease's node."""
-        path: list[BlockIds] = []
-        node = self.node
-        while node is not None:
-            path.insert(0, node.blocks)
-            node = node.parent
-        shared = self.block_table[: self.num_shared_blocks]
-        assert np.array_equal(np.concatenate([*path, []])[: len(shared)], shared)
 
     def _check_live(self) -> None:
         if self._released:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedList
 
 from sapwood.radix.tree import Node
 
@@ -32,20 +32,17 @@ class EvictionQueue:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._nodes: SortedDict = SortedDict()
-
-    def __len__(self) -> int:
-        return len(self._nodes)
+        self._entries: SortedList = SortedList()
 
     def __iter__(self) -> Iterator[Node]:
         """The candidates, the next to be evicted first."""
-        return iter(self._nodes.values())
+        return (node for _, _, node in self._entries)
 
     def first(self) -> Node | None:
         """The next to be evicted. O(1)."""
-        if not self._nodes:
+        if not self._entries:
             return None
-        node: Node = self._nodes.peekitem(0)[1]
+        node: Node = self._entries[0][2]
         return node
 
     def update(self, node: Node, is_candidate: bool) -> None:
@@ -53,16 +50,17 @@ class EvictionQueue:
 
         The old entry goes by its old key, so that the node may have changed since.
         """
-        entry = (self._policy(node), node.id) if is_candidate else None
+        entry = (self._policy(node), node.id, node) if is_candidate else None
         if entry == node.entry:
             return
         if node.entry is not None:
-            del self._nodes[node.entry]
+            self._entries.remove(node.entry)
         if entry is not None:
-            self._nodes[entry] = node
+            self._entries.add(entry)
         node.entry = entry
 
     def check(self) -> None:
         """Assert that every entry is its node's, with the key of now. O(candidates)."""
-        for entry, node in self._nodes.items():
-            assert entry == node.entry == (self._policy(node), node.id), "an entry is out of date"
+        for entry in self._entries:
+            node: Node = entry[2]
+            assert entry == node.entry == (self._policy(node), node.id, node), "an old entry"

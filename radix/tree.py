@@ -26,7 +26,7 @@ class Node:
 
     Invariants: in the tree, a node has at least one block, whole ones but for a leaf's last,
     and it is the only one under its parent to begin with its first block's tokens; taken out, it
-    has none and keeps its parent, so that whoever still knows it finds the way up.
+    has none.
     """
 
     id: int
@@ -41,8 +41,12 @@ class Node:
     last_used: int = 0
     """The cache's count of uses when this node was last part of one."""
     num_children: int = 0
-    entry: tuple[Any, int] | None = None
+    entry: "tuple[Any, int, Node] | None" = None
     """Where the node waits to be evicted; kept by `EvictionQueue`."""
+
+    @property
+    def last_block(self) -> int:
+        return int(self.blocks[-1])
 
 
 @dataclass(slots=True)
@@ -101,6 +105,7 @@ class RadixTree:
         self._block_bytes = block_size * TOKEN_BYTES
         self._children: SortedDict = SortedDict()
         self._roots: dict[Namespace, Node] = {}
+        self._node_by_last_block: dict[int, Node] = {}
         self._next_id = 0
 
     def find(self, namespace: Namespace, tokens: bytes, max_tokens: int) -> Path:
@@ -132,6 +137,10 @@ class RadixTree:
         num_tokens = path.end * self._block_size + path.num_rows
         return num_tokens * TOKEN_BYTES == len(path.nodes[-1].tokens)
 
+    def node_ending_in(self, block_id: int) -> Node | None:
+        """The node whose last block this is; None if it is inside an edge or in no tree. O(1)."""
+        return self._node_by_last_block.get(block_id)
+
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut the first `num_blocks` blocks, not all, off into a new node above; returns it.
 
@@ -145,6 +154,7 @@ class RadixTree:
         upper.last_used = node.last_used
         upper.num_children = 1
         self._children[self._key(node.parent, upper)] = upper
+        self._node_by_last_block[upper.last_block] = upper
         del node.tokens[:num_bytes]
         node.blocks = node.blocks[num_blocks:].copy()
         node.parent = upper
@@ -162,8 +172,10 @@ class RadixTree:
         self.num_tokens += len(tokens) // TOKEN_BYTES
         self.num_blocks += len(blocks)
         if node is not None and node.num_children == 0:
+            del self._node_by_last_block[node.last_block]
             node.tokens += tokens
             node.blocks = np.concatenate((node.blocks, blocks))
+            self._node_by_last_block[node.last_block] = node
             return node
         if node is None:
             node = self._roots.get(namespace)
@@ -172,6 +184,7 @@ class RadixTree:
             self._roots[namespace] = node
         child = self._new_node(node, namespace, bytearray(tokens), blocks.copy())
         self._children[self._key(node, child)] = child
+        self._node_by_last_block[child.last_block] = child
         node.num_children += 1
         return child
 
@@ -183,12 +196,15 @@ class RadixTree:
         keep = len(leaf.blocks) - num_blocks
         key = self._key(leaf.parent, leaf)
         removed = leaf.blocks[keep:]
+        del self._node_by_last_block[leaf.last_block]
         num_bytes = len(leaf.tokens)
         del leaf.tokens[keep * self._block_bytes :]
         leaf.blocks = leaf.blocks[:keep].copy()
         self.num_tokens -= (num_bytes - len(leaf.tokens)) // TOKEN_BYTES
         self.num_blocks -= num_blocks
-        if keep == 0:
+        if keep:
+            self._node_by_last_block[leaf.last_block] = leaf
+        else:
             del self._children[key]
             self._forget_child(leaf.parent)
         return removed
@@ -227,6 +243,7 @@ class RadixTree:
         assert len(visited) == len(self._children), "a node is out of reach"
         for node in [*self._roots.values(), *visited]:
             assert node.num_children == num_children.get(node, 0), "children are miscounted"
+        assert self._node_by_last_block == {node.last_block: node for node in visited}
         for namespace, root in self._roots.items():
             assert root.parent is None and root.namespace == namespace and not root.blocks.size
             assert root.num_children, "an empty namespace has a root"

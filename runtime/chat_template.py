@@ -120,7 +120,7 @@ def _refused(message: str) -> RequestError:
 
 def _environment() -> "Environment":
     """The sandbox, with the names that templates on the model hub expect."""
-    from jinja2 import TemplateError, nodes
+    from jinja2 import Environment, TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -128,7 +128,9 @@ def _environment() -> "Environment":
     class GenerationBlock(Extension):
         """`{% generation %}` marks what a trainer learns from; for a prompt it is its body."""
 
-        tags = {"generation"}
+        def __init__(self, environment: Environment) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -283,7 +284,7 @@ def _flat_steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def _byte_level_alphabet() -> dict[int, str]:
+def _byte_level_alphabet() -> Mapping[int, str]:
     """From the printable stand-in of each byte back to the byte (Radford et al. 2019, §2.2).
 
     Bytes that print well in Latin-1 stand for themselves, the others got the code points from 256
@@ -292,7 +293,7 @@ def _byte_level_alphabet() -> dict[int, str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {code: chr(code) if code in printable else "\uffff" for code in range(256)}
     others = (byte for byte in range(256) if byte not in printable)
-    return alphabet | {256 + i: chr(byte) for i, byte in enumerate(others)}
+    return MappingProxyType(alphabet | {256 + i: chr(byte) for i, byte in enumerate(others)})
 
 
 _BYTE_LEVEL = _byte_level_alphabet()

@@ -89,7 +89,7 @@ def load_model(
         name = _name(source)
         path = find_model(source)
         config = read_model_config(path)
-    chosen = _choose_dtype(dtype, config, device)
+    chosen = choose_dtype(dtype, config, device)
     if is_dummy:
         weights = _random_weights(config, chosen, device)
     else:
@@ -144,7 +144,8 @@ def _load_format(value: str) -> LoadFormat:
         raise ConfigError(f"load_format is {value!r}; it is {' or '.join(LoadFormat)}") from error
 
 
-def _choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `name` means for a model on a device. Raises ConfigError for another name."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.dtype
     if name not in DTYPES:

@@ -151,11 +151,11 @@ class GenerateRequest(Wire):
         """What to answer, and whether it is a single prompt. Raises ApiError."""
         if (self.text is None) == (self.input_ids is None):
             raise ApiError(400, "give one of text and input_ids", param="text")
-        if self.text is None:
-            return as_prompts(self.input_ids, "input_ids", vocab_size)
-        prompts, single = as_prompts(self.text, "text", vocab_size)
-        if not isinstance(prompts[0], str):
-            raise ApiError(400, "text must be a string or a list of strings", param="text")
+        field = "input_ids" if self.text is None else "text"
+        prompts, single = as_prompts(getattr(self, field), field, vocab_size)
+        if isinstance(prompts[0], str) != (field == "text"):
+            what = "strings" if field == "text" else "token ids"
+            raise ApiError(400, f"{field} must hold {what}", param=field)
         return prompts, single
 
     def sampling(self, num_prompts: int) -> list[SamplingParams]:

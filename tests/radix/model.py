@@ -110,7 +110,7 @@ def fingerprint(cache: PrefixCache) -> object:
         pool.refs.tolist(), pool.in_tree.tolist(), pool._free[: pool.num_free].tolist(),
         pool.num_evictable, pool.num_tree_blocks, nodes, list(tree._children), tree._next_id,
         [(ns, root.id, root.num_children) for ns, root in tree._roots.items()],
-        tree.num_tokens, tree.num_blocks, list(cache._queue._nodes), cache.version,
+        tree.num_tokens, tree.num_blocks, [entry[:2] for entry in cache._queue._entries], cache.version,
         cache._num_uses, len(cache._leases),
     )  # fmt: skip
 
@@ -130,6 +130,14 @@ class World:
         self.waiting: list[Sequence] = []
         self.memory: list[list[Row]] = [[None] * block_size for _ in range(num_blocks)]
         self.num_uses = 0
+
+    def operate(self, name: str, choose: Choose) -> None:
+        """One of OPERATIONS, then everything compared."""
+        before, version = set(self.entries), self.cache.version
+        getattr(self, name)(choose)
+        self.check()
+        has_changed = before != set(self.entries)
+        assert self.cache.version != version or not has_changed, "a change went unnoticed"
 
     # Operations
 

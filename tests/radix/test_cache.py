@@ -112,7 +112,13 @@ class TestHits:
         serve(cache, joined(run(0, 10), run(50, 60)))
         holder = lease(cache, joined(run(0, 20), run(80, 90)))
         before = fingerprint(cache)
-        for prompt in (run(0, 30), run(0, 7), run(0, 1), run(7, 9), joined(run(0, 10), run(50, 99))):
+        for prompt in (
+            run(0, 30),
+            run(0, 7),
+            run(0, 1),
+            run(7, 9),
+            joined(run(0, 10), run(50, 99)),
+        ):
             cache.match(prompt)
             cache.match(prompt, (NamespacePart(NamespaceKind.TENANT, "unknown"),))
         assert fingerprint(cache) == before
@@ -462,7 +468,7 @@ class TestDepth:
             holder = lease(cache, prompt)
             holder.publish(prompt)
             holder.release()
-        assert max(node.depth for node in cache.walk()) == depth - 1
+        assert max(node.depth for node in cache.walk()) == depth - 2
         cache.check()
         cache.flush()
         cache.check()

@@ -281,3 +281,26 @@ def test_a_broken_file_beside_it_says_so(tmp_path: Path, content: str) -> None:
     (folder / "tokenizer_config.json").write_text(content, encoding="utf-8")
     with pytest.raises(UnsupportedModelError, match=r"tokenizer_config\.json"):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.real_model
+def test_smollm2_is_exact_and_renders_as_transformers_does(real_model: str) -> None:
+    from transformers import AutoTokenizer
+
+    from sapwood.runtime.weights import find_model
+
+    folder = find_model(real_model)
+    tokenizer, reference = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        ids = draw.integers(0, tokenizer.vocab_size, size=500).tolist()
+        assert joined(tokenizer, ids).decode(errors="replace") == tokenizer.decode(ids)
+    assert tokenizer.eos_token_ids == (2,)
+    for chat in (
+        [{"role": "user", "content": "Hello é 漢 😀\n"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 12 + 34? "}],
+    ):
+        text = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.render_chat(chat) == text
+        expected = reference(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode_chat(chat).tolist() == expected

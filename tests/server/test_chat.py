@@ -73,7 +73,7 @@ async def test_null_means_that_a_field_was_not_given(client, engine):
     [
         [{"role": "system", "content": "be brief"}, user("hi")],
         [user("hi"), {"role": "developer", "content": "answer in French"}],
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}],
         [user("hi"), {"role": "assistant", "content": None, "refusal": None, "audio": None}],
         [user("hi"), {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
         [

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from sapwood.runtime.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from sapwood.server.cli.demo import NUM_COMPARED, load_questions, run_demo
+from sapwood.server.cli.demo import NUM_COMPARED, Questions, load_questions, run_demo
 from sapwood.server.cli.tree_view import draw_tree, num_common_tokens, snippet
 
 PROMPTS = load_questions().prompts(32)
@@ -200,6 +201,29 @@ def test_prompts_share_all_but_their_last_question() -> None:
     assert all(prompt.endswith("\nAnswer:") for prompt in PROMPTS)
     assert len(set(PROMPTS)) == 32
     assert not any("<<" in prompt for prompt in PROMPTS)
+
+
+def test_the_real_engine_is_what_the_demo_needs(tiny_model: Path) -> None:
+    from sapwood.runtime.engine import Engine
+
+    prompts = Questions((("1 + 1?", "2"), ("2 + 2?", "4")), ("3?", "A tree?", "22?")).prompts(3)
+    console = Console(file=io.StringIO(), width=140, record=True)
+    options: dict[str, Any] = {"load_format": "dummy", "num_kv_blocks": 64, "device": "cpu"}
+
+    def make_engine(prefix_caching: bool) -> Engine:
+        return Engine(str(tiny_model), prefix_caching=prefix_caching, **options)
+
+    run_demo(console, make_engine, prompts, baseline=True)
+    shown = console.export_text()
+    rows = [line.replace("│", " ").split() for line in shown.splitlines()]
+    with Engine(str(tiny_model), **options) as engine:
+        num_prompt = [len(engine.tokenizer.encode(prompt)) for prompt in prompts]
+    for i, num in enumerate(num_prompt):
+        [row] = [row for row in rows if row[:2] == [str(i + 1), str(num)]]
+        assert int(row[2]) + int(row[3]) == num
+        assert (int(row[2]) > 0) == (i > 0)
+    [without] = [row for row in rows if row[:4] == ["3", "without", "the", "tree"]]
+    assert without[4:6] == [str(sum(num_prompt)), "0.0%"]
 
 
 def drawn(nodes: list[FakeNode], **options: int) -> list[str]:

@@ -1,0 +1,36 @@
+"""Options are sorted into groups, checked, and never ignored."""
+
+from dataclasses import fields
+
+import pytest
+
+from sapwood import ConfigError
+from sapwood.runtime.config import BatchingMode, EngineConfig, option_groups
+from sapwood.runtime.policy import POLICIES, load_policy
+
+
+def test_options_land_in_their_groups() -> None:
+    config = EngineConfig.from_options("m", block_size=4, max_num_seqs=3, dtype="bfloat16")
+    assert (config.model.model, config.model.dtype) == ("m", "bfloat16")
+    assert config.cache.block_size == 4
+    assert config.scheduler.max_num_seqs == 3
+
+
+def test_no_two_groups_share_an_option() -> None:
+    config = EngineConfig()
+    total = sum(len(fields(getattr(config, group.name))) for group in fields(config))
+    assert len(option_groups()) == total
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'blok_size'.*block_size"):
+        EngineConfig.from_options("m", blok_size=4)
+
+
+def test_a_mode_may_be_given_as_a_string() -> None:
+    assert EngineConfig.from_options(mode="static").scheduler.mode is BatchingMode.STATIC
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_registered_policy_loads(name: str) -> None:
+    assert load_policy(name).order([], lambda sequence: 0) == []

@@ -1,0 +1,104 @@
+"""Answers do not depend on what is cached, who else runs, or how memory is cut.
+
+The default suite checks this on a tiny random model and, briefly, on the real one; the sweep over
+50 real prompts is marked slow.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sapwood import Engine, RequestOutput, SamplingParams
+from tests.runtime.test_engine import assert_nothing_held
+from tests.texts import PROMPTS, STEMS
+
+BLOCK_SIZES = (1, 16, 64)
+
+
+def answers(
+    engine: Engine, prompts: list[np.ndarray], max_tokens: int, *, others: int = 0
+) -> list[RequestOutput]:
+    """Greedy answers to the prompts, with `others` different prompts in the same batch."""
+    crowd = [np.arange(5 + i, 60 + i, dtype=np.int32) for i in range(others)]
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return engine.generate([*prompts, *crowd], sampling)[: len(prompts)]
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@contextmanager
+def preempting_every_step(engine: Engine) -> Iterator[None]:
+    """Sends every running sequence back to wait before each plan."""
+    scheduler = engine._core._core.scheduler
+    plan = scheduler.plan
+
+    def preempt_and_plan(now: float) -> object:
+        scheduler.preempt(scheduler.num_running)
+        return plan(now)
+
+    scheduler.plan = preempt_and_plan  # type: ignore[method-assign, assignment]
+    yield
+    scheduler.plan = plan  # type: ignore[method-assign]
+
+
+def check_all(model: str, texts: list[str], max_tokens: int, **options: object) -> None:
+    """Every way to run the same prompts gives the token ids of running each alone and cold."""
+    with Engine(model, prefix_caching=False, max_num_seqs=1, **options) as engine:
+        prompts = [engine.tokenizer.encode(text) for text in texts]
+        expected = [ids_of(answers(engine, [prompt], max_tokens))[0] for prompt in prompts]
+    longest = max(map(len, prompts)) + max_tokens
+    for block_size in BLOCK_SIZES:
+        with Engine(model, block_size=block_size, **options) as engine:
+            cold = answers(engine, prompts, max_tokens)
+            assert ids_of(cold) == expected, f"cold, block size {block_size}"
+            warm = answers(engine, prompts, max_tokens)
+            assert ids_of(warm) == expected, f"warm, block size {block_size}"
+            assert all(output.num_cached_tokens > 0 for output in warm)
+            engine.flush_cache()
+            again = answers(engine, prompts, max_tokens)
+            assert ids_of(again) == expected, f"flushed, block size {block_size}"
+            engine.flush_cache()
+            crowded = answers(engine, prompts, max_tokens, others=31)
+            assert ids_of(crowded) == expected, f"with 31 others, block size {block_size}"
+            with preempting_every_step(engine):
+                preempted = answers(engine, prompts, max_tokens)
+            assert ids_of(preempted) == expected, f"preempted, block size {block_size}"
+            assert all(output.metrics.num_preemptions > 0 for output in preempted)
+            assert_nothing_held(engine)
+        chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+        with Engine(model, block_size=block_size, **chunked, **options) as engine:
+            assert ids_of(answers(engine, prompts, max_tokens)) == expected, "chunked"
+        tight = {"num_kv_blocks": -(-longest // block_size), **options}
+        with Engine(model, block_size=block_size, **{**options, **tight}) as engine:
+            assert ids_of(answers(engine, prompts, max_tokens)) == expected, "tight pool"
+            assert_nothing_held(engine)
+
+
+def test_on_a_tiny_model(tiny_model: Path) -> None:
+    texts = [stem + end for stem in STEMS[:2] for end in (" and then", " or so", "")]
+    check_all(str(tiny_model), texts, 8, load_format="dummy", kv_cache_memory=2**22)
+
+
+@pytest.mark.real_model
+def test_on_the_real_model(real_model: str) -> None:
+    prompts = PROMPTS[:2]
+    with Engine(real_model, prefix_caching=False, num_kv_blocks=128) as engine:
+        texts = [engine.tokenizer.encode(text) for text in prompts]
+        expected = [ids_of(answers(engine, [prompt], 8))[0] for prompt in texts]
+    with Engine(real_model, num_kv_blocks=128) as engine:
+        for state in ("cold", "warm"):
+            outputs = answers(engine, texts, 8)
+            assert ids_of(outputs) == expected, state
+        assert all(output.num_cached_tokens > 0 for output in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_on_fifty_real_prompts(real_model: str) -> None:
+    assert len(PROMPTS) == 50
+    check_all(real_model, list(PROMPTS), 16)

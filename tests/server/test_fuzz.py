@@ -1,0 +1,79 @@
+"""Whatever JSON is sent, the answer is one of ours: 200 or a 400 with an envelope."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sapwood.server.app import create_app
+from sapwood.server.schemas_native import GenerateRequest, NativeSampling
+from sapwood.server.schemas_openai import ChatRequest, CompletionRequest
+from tests.server.fakes import FakeEngine
+from tests.server.helpers import error
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, 1, -1, 2**31, 2**63, -(2**63), 10**400, 1e308, -0.0, 0.5]),
+    st.floats(),
+    st.text(st.characters(), max_size=8),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def bodies(model: Any, **sound: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """Sound requests in which some known fields have any value."""
+    fields = st.sampled_from(sorted(model.model_fields))
+    return st.dictionaries(fields, VALUES, max_size=3).map(lambda changes: sound | changes)
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SAMPLING = bodies(NativeSampling, max_new_tokens=2)
+CALLS = st.one_of(
+    st.tuples(
+        st.just("/v1/chat/completions"), bodies(ChatRequest, messages=MESSAGES, max_tokens=2)
+    ),
+    st.tuples(st.just("/v1/completions"), bodies(CompletionRequest, prompt="hi", max_tokens=2)),
+    st.tuples(st.just("/generate"), bodies(GenerateRequest, text="hi")),
+    st.tuples(st.just("/generate"), SAMPLING.map(lambda s: {"text": "hi", "sampling_params": s})),
+    st.tuples(
+        st.just("/v1/chat/completions"),
+        VALUES.map(lambda v: {"messages": [{"role": "user", "content": v}], "max_tokens": 2}),
+    ),
+    st.tuples(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate"]), VALUES),
+)
+
+
+@pytest.fixture(scope="module")
+def post():
+    """Sends bytes to an application; one event loop for all examples."""
+    transport = httpx.ASGITransport(app=create_app(FakeEngine(answer="ab")))
+    client = httpx.AsyncClient(transport=transport, base_url="http://test")
+    with asyncio.Runner() as runner:
+        yield lambda path, body: runner.run(client.post(path, content=body))
+
+
+@settings(max_examples=300, deadline=None)
+@given(CALLS)
+def test_any_json_is_answered_or_refused(post, call):
+    path, body = call
+    response = post(path, json.dumps(body).encode())
+    if response.status_code != 200:
+        error(response, 404 if response.json()["error"]["code"] == "model_not_found" else 400)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate"]), st.binary())
+def test_any_bytes_are_refused(post, path, body):
+    error(post(path, body))
