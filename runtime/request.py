@@ -5,6 +5,7 @@ Knows no tensors and reads no clock.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,10 +186,9 @@ class WaitingQueue:
         """Those to resume before any other, earliest arrival first."""
         return sorted(self._preempted.values(), key=lambda seq: seq.arrival_index)
 
-    @property
-    def fresh(self) -> list[Sequence]:
-        """Those that never ran, earliest arrival first."""
-        return list(self._by_id.values())
+    def first(self, num_sequences: int) -> list[Sequence]:
+        """Of those that never ran the first to arrive, in their order."""
+        return list(islice(self._by_id.values(), num_sequences))
 
     def add(self, sequence: Sequence) -> None:
         self._by_id[sequence.request_id] = sequence

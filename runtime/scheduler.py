@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sapwood.radix import PrefixCache
-from sapwood.runtime.admission import LengthEstimator, peak_blocks
+from sapwood.runtime.admission import LengthEstimator, PeakBudget
 from sapwood.runtime.config import BatchingMode, SchedulerOptions
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.policy import SchedulingPolicy
@@ -32,6 +32,10 @@ from sapwood.runtime.segmenter import Segmenter
 from sapwood.runtime.step_plan import Chunk, StepPlan
 
 logger = logging.getLogger(__name__)
+
+# How many waiting requests a policy looks at, earliest first: it bounds the cost of a plan however
+# long the queue is. Nobody behind them can be overtaken, as nobody behind them is admitted.
+LOOKAHEAD = 512
 
 
 @dataclass(slots=True)
@@ -219,6 +223,9 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
         """Fill the rest of the step with waiting sequences."""
+        if not budget or not self._waiting or len(self._running) >= self._options.max_num_seqs:
+            return
+        peak = self._peak_budget()
         admitted: list[Sequence] = []
         held: set[str] = set()
         for sequence in self._candidates():
@@ -227,7 +234,7 @@ class Scheduler:
             if self._is_held(sequence):
                 held.add(sequence.request_id)
                 continue
-            if not self._start(sequence, now):
+            if not self._start(sequence, peak, now):
                 break
             admitted.append(sequence)
             length = min(sequence.num_uncomputed, budget)
@@ -237,12 +244,10 @@ class Scheduler:
 
     def _candidates(self) -> list[Sequence]:
         """Who may be admitted, in order: preempted, overtaken too often, then as the policy says."""
-        if not self._waiting:
-            return []
         if self._options.mode is BatchingMode.STATIC:
             return self._static_candidates()
         aged, others = [], []
-        for sequence in self._waiting.fresh:
+        for sequence in self._waiting.first(LOOKAHEAD):
             is_aged = sequence.num_overtaken >= self._options.max_overtakes
             (aged if is_aged else others).append(sequence)
         ordered = self._policy.order(others, self._num_matched)
@@ -250,7 +255,7 @@ class Scheduler:
 
     def _static_candidates(self) -> list[Sequence]:
         """The members of the frozen group that have yet to start; a new group once it is done."""
-        waiting = [*self._waiting.preempted, *self._waiting.fresh]
+        waiting = [*self._waiting.preempted, *self._waiting.first(LOOKAHEAD)]
         group = [s for s in waiting if s.request_id in self._static_group]
         if not self._running and not group:
             group = waiting[: self._options.max_num_seqs]
@@ -283,45 +288,45 @@ class Scheduler:
                 return True
         return False
 
-    def _start(self, sequence: Sequence, now: float) -> bool:
-        """Lease blocks for all known tokens and join the running ones; False if it does not fit."""
-        if self._running and not self._peak_fits(sequence):
+    def _start(self, sequence: Sequence, peak: PeakBudget, now: float) -> bool:
+        """Lease blocks for all known tokens and join the running ones; False if it does not fit.
+
+        One that would run alone always may: there is nobody whose memory it could take.
+        """
+        tokens, namespace = sequence.token_ids, sequence.request.namespace
+        num_blocks = -(-len(tokens) // self._cache.block_size)
+        num_held = num_blocks - self._cache.match(tokens, namespace).num_held_blocks
+        remaining = self._remaining(sequence)
+        if self._running and not peak.fits(num_held, remaining):
             return False
-        lease = self._cache.acquire(
-            sequence.token_ids, sequence.num_tokens, sequence.request.namespace
-        )
+        lease = self._cache.acquire(tokens, len(tokens), namespace)
         if lease is None:
             return False
+        peak.add(num_held, remaining)
         self._waiting.pop(sequence.request_id)
         sequence.lease = lease
         sequence.num_computed = lease.num_cached
         if sequence.num_cached_prompt_tokens is None:
-            sequence.first_scheduled_time = now
-            num_prompt_tokens = sequence.request.num_prompt_tokens
-            sequence.num_cached_prompt_tokens = min(lease.num_cached, num_prompt_tokens - 1)
-            self.counters.prompt_tokens += num_prompt_tokens
-            self.counters.cached_tokens += sequence.num_cached_prompt_tokens
+            self._count_admission(sequence, lease.num_cached, now)
         insort(self._running, sequence, key=lambda s: s.arrival_index)
         return True
 
-    def _peak_fits(self, candidate: Sequence) -> bool:
-        """Whether the pool holds the predicted peak of the running sequences and this one.
+    def _count_admission(self, sequence: Sequence, num_cached: int, now: float) -> None:
+        num_prompt_tokens = sequence.request.num_prompt_tokens
+        sequence.first_scheduled_time = now
+        sequence.num_cached_prompt_tokens = min(num_cached, num_prompt_tokens - 1)
+        self.counters.prompt_tokens += num_prompt_tokens
+        self.counters.cached_tokens += sequence.num_cached_prompt_tokens
 
-        Blocks that several leases hold are counted apart and for good; the others leave with
-        their only holder.
-        """
-        block_size = self._cache.block_size
-        match = self._cache.match(candidate.token_ids, candidate.request.namespace)
-        num_blocks = -(-candidate.num_tokens // block_size)
-        held = [s.held_lease.num_exclusive_blocks for s in self._running]
-        num_pinned = (
-            self._cache.num_blocks - self._cache.num_free_blocks - self._cache.num_evictable_blocks
-        )
-        num_shared = num_pinned - sum(held)
-        held.append(num_blocks - match.num_held_blocks)
-        remaining = [self._remaining(s) for s in (*self._running, candidate)]
-        peak = peak_blocks(np.array(held), np.array(remaining), block_size)
-        return num_shared + peak <= self._cache.num_blocks
+    def _peak_budget(self) -> PeakBudget:
+        """What the running sequences hold and are expected to grow by."""
+        cache = self._cache
+        num_pinned = cache.num_blocks - cache.num_free_blocks - cache.num_evictable_blocks
+        held = [sequence.held_lease.num_exclusive_blocks for sequence in self._running]
+        peak = PeakBudget(cache.num_blocks, num_pinned - sum(held), cache.block_size)
+        for sequence, num_held in zip(self._running, held, strict=True):
+            peak.add(num_held, self._remaining(sequence))
+        return peak
 
     def _remaining(self, sequence: Sequence) -> int:
         """Tokens the answer is expected to get from here."""
@@ -340,7 +345,7 @@ class Scheduler:
         if not admitted or not self._waiting:
             return
         arrivals = sorted(s.arrival_index for s in admitted)
-        for sequence in self._waiting.fresh:
+        for sequence in self._waiting.first(LOOKAHEAD):
             num_later = len(arrivals) - bisect_right(arrivals, sequence.arrival_index)
             if num_later and sequence.request_id not in held and not self._is_held(sequence):
                 sequence.num_overtaken += num_later

@@ -129,12 +129,10 @@ def find_model(source: str | Path) -> Path:
 
 def _name(source: str | Path) -> str:
     """What the model is called in answers: the name or id given, or the last part of a path."""
-    if isinstance(source, str) and not Path(source).expanduser().exists():
-        return source
-    if source in KNOWN_MODELS:
+    path = Path(source).expanduser()
+    if source in KNOWN_MODELS or not path.exists():
         return str(source)
-    path = Path(source).expanduser().resolve()
-    return path.stem if path.is_file() else path.name
+    return path.resolve().stem if path.is_file() else path.resolve().name
 
 
 def _load_format(value: str) -> LoadFormat:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib import import_module
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import sapwood
 from sapwood.runtime.errors import SapwoodError
+from sapwood.server.connection import id_headers
 from sapwood.server.engine import ServingEngine
 from sapwood.server.errors import ApiError, ClientLeft, answer_error, as_api_error
 from sapwood.server.routes import ROUTES
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 PING_SECONDS = 5.0
-
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 def create_app(
@@ -86,7 +84,7 @@ def create_app(
 class LastResort:
     """Gives every answer an `x-request-id`, and an answer to every error that nobody expected.
 
-    A sound id that the client sent is used, so that logs on both sides can be matched.
+    The id is the one that the client sent, if it is sound, else that of the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -96,21 +94,23 @@ class LastResort:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get("x-request-id", "")
-        request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{uuid4().hex}"
+        sent = id_headers(Headers(scope=scope).get("x-request-id", ""))
+        own = id_headers(f"req_{uuid4().hex}")
         has_started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                if sent or "x-request-id" not in headers:
+                    headers.update(sent or own)
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            logger.exception("request %s to %s failed", request_id, scope["path"])
+            logger.exception("a request to %s failed", scope["path"])
             if has_started:
                 raise  # the server cuts the connection; there is no other way left to tell
             await as_api_error(error).response()(scope, receive, send_with_id)

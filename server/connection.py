@@ -6,21 +6,29 @@ engine works.
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sapwood.server.errors import ClientLeft, as_api_error
+from sapwood.runtime.errors import SapwoodError
+from sapwood.server.errors import ApiError, ClientLeft, as_api_error
 from sapwood.server.outputs import sse
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_SOUND_ID = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 PING = b": ping\n\n"  # an SSE comment: proxies and clients see life, parsers skip it
+
+
+def id_headers(request_id: str) -> dict[str, str]:
+    """The header that names a request; none for an id that cannot stand in one."""
+    return {"x-request-id": request_id} if _SOUND_ID.fullmatch(request_id) else {}
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -46,8 +54,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, ping_seconds: float) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        headers: Mapping[str, str],
+        ping_seconds: float,
+    ) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        )
         del self.headers["content-length"]
         self._events = events
         self._ping_seconds = ping_seconds
@@ -62,6 +78,8 @@ class EventStream(Response):
             await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
+            else:
+                logger.info("a client left a stream of %s", scope["path"])
         finally:
             await _cancel(writer, watcher)
             await self._events.aclose()
@@ -74,10 +92,9 @@ class EventStream(Response):
         except Exception as error:
             if not self._started:
                 raise
-            told = as_api_error(error)
-            if told.status >= 500:
-                logger.exception("a stream ends with an error")
-            await self._send(send, sse(told.envelope))
+            if not isinstance(error, (SapwoodError, ApiError)):
+                logger.exception("a stream ends with an error that nobody expected")
+            await self._send(send, sse(as_api_error(error).envelope))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, receive: Receive, send: Send) -> None:

@@ -7,8 +7,10 @@ clients do with it is their own affair: the OpenAI libraries retry 409, 429 and 
 may pass by itself gets such a status.
 """
 
+import logging
 from collections.abc import Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
@@ -20,18 +22,22 @@ from starlette.requests import ClientDisconnect
 
 from sapwood.runtime.errors import EngineClosedError, ModelError, RequestError, SapwoodError
 
+logger = logging.getLogger(__name__)
+
 MAX_MESSAGE_LENGTH = 2000  # characters; messages may quote what a client sent
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left; it only shows in logs
 RETRY_SECONDS = 5
 
 # What people look for under paths that are not served.
-_HINTS: Mapping[str, str] = {
-    "/v1/responses": "send the conversation to /v1/chat/completions",
-    "/v1/messages": "send the conversation to /v1/chat/completions",
-    "/v1/embeddings": "the models served here generate text, they do not embed it",
-    "/chat/completions": "the base URL ends in /v1",
-    "/completions": "the base URL ends in /v1",
-}
+_HINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "/v1/responses": "send the conversation to /v1/chat/completions",
+        "/v1/messages": "send the conversation to /v1/chat/completions",
+        "/v1/embeddings": "the models served here generate text, they do not embed it",
+        "/chat/completions": "the base URL ends in /v1",
+        "/completions": "the base URL ends in /v1",
+    }
+)
 
 
 class ClientLeft(Exception):
@@ -127,5 +133,6 @@ def _from_http(error: HTTPException, path: str) -> ApiError:
 async def answer_error(request: Request, error: Exception) -> Response:
     """The exception handler of the whole application."""
     if isinstance(error, (ClientLeft, ClientDisconnect)):
+        logger.info("a client left %s", request.url.path)
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return as_api_error(error, path=request.url.path).response()

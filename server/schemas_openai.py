@@ -65,9 +65,9 @@ def _as_parts(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-_TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
-
-
+_TEXT_OR_PARTS = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+)
 Part = Annotated[ContentPart, AfterValidator(_only_text)]
 
 
@@ -78,7 +78,7 @@ class Message(Lenient):
     content: Annotated[
         Annotated[list[Part], Field(fail_fast=True)] | None,
         BeforeValidator(_as_parts),
-        WithJsonSchema(_TEXT_OR_PARTS),
+        _TEXT_OR_PARTS,
         Field(validate_default=True),
     ] = None
     name: str | None = None

@@ -17,7 +17,7 @@ from sapwood.runtime.errors import SapwoodError
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import read_json
-from sapwood.server.connection import EventStream, unless_left
+from sapwood.server.connection import unless_left
 from sapwood.server.engine import Input, ServingEngine
 from sapwood.server.errors import ApiError, unavailable
 from sapwood.server.metrics import ServerMetrics
@@ -74,12 +74,11 @@ class Serving:
             threading.Thread(target=self._make_engine, name="sapwood-load", daemon=True).start()
 
     def close(self) -> None:
-        """End the engine if it is ours. May take as long as a step."""
+        """End the engine if it is ours: requests in flight fail. May take as long as a step."""
         with self._lock:
             self._closed = True
-            engine, self._engine = self._engine, None
-        if engine is not None and self._load is not None:
-            engine.close()
+        if self._engine is not None and self._load is not None:
+            self._engine.close()
 
     def _make_engine(self) -> None:
         assert self._load is not None
@@ -166,9 +165,6 @@ class Serving:
                     if output.finished:
                         self._note_finished(output, num_tokens[index])
                     yield index, output
-
-    def events(self, events: AsyncGenerator[bytes, None]) -> EventStream:
-        return EventStream(events, ping_seconds=self.ping_seconds)
 
     def _note_finished(self, output: RequestOutput, num_tokens: int) -> None:
         times = output.metrics

@@ -92,9 +92,10 @@ def demo(
     fetch(model, console)
 
     def make_engine(prefix_caching: bool) -> AbstractContextManager[DemoEngine]:
-        from sapwood.runtime.engine import Engine  # imports torch
+        with console.status(f"loading {model}"):
+            from sapwood.runtime.engine import Engine  # imports torch, which takes a second
 
-        return Engine(model, prefix_caching=prefix_caching)
+            return Engine(model, prefix_caching=prefix_caching)
 
     run_demo(console, make_engine, load_questions().prompts(num_questions), baseline=baseline)
 

@@ -5,10 +5,10 @@ from contextlib import aclosing
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic_core import to_json
 
 from sapwood.server.body import request_body
 from sapwood.server.outputs import DONE, NativeAnswer, sse
+from sapwood.server.routes.replies import event_stream, json_reply
 from sapwood.server.schemas_native import GenerateRequest
 from sapwood.server.serving import Serving, ServingDep, Work
 
@@ -25,6 +25,7 @@ async def generate(request: Request, serving: ServingDep) -> Response:
         request_ids=body.request_ids(len(prompts)),
         names=body.names,
     )
+    request_id = work.request_ids[0]
     answers = [
         NativeAnswer(
             tokenizer=serving.engine.tokenizer,
@@ -34,10 +35,10 @@ async def generate(request: Request, serving: ServingDep) -> Response:
         for i in range(len(prompts))
     ]
     if body.stream:
-        return serving.events(_events(serving, answers, work))
+        return event_stream(serving, _events(serving, answers, work), request_id)
     outputs = await serving.answer(request, work)
     results = [answer.add(output) for answer, output in zip(answers, outputs, strict=True)]
-    return Response(to_json(results[0] if single else results), media_type="application/json")
+    return json_reply(results[0] if single else results, request_id)
 
 
 async def _events(

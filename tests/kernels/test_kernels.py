@@ -4,7 +4,7 @@ in order, without blocks, segments or merging."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -218,6 +218,7 @@ def single_steps() -> Iterator[tuple[str, list[Tail]]]:
     yield "one_resumed_chunk", [Tail(length=90, num_rows=30)]
     yield "one_draft", [Tail(length=90, num_rows=4)]
     yield "equal_decode_rows", [Tail(length=48)] * 8
+    yield "short_decode_rows_not_sorted_by_length", [Tail(length=n) for n in (3, 40, 5, 17)]
     yield "decode_rows_of_all_lengths", [Tail(length=n * n) for n in range(1, 30)]
     yield "decode_rows_below_an_edge", [Tail(length=n, edge=shared) for n in (3, 4, 5, 300, 6)]
     yield "chunks_below_an_edge", [Tail(length=n, num_rows=n, edge=shared) for n in (3, 4, 50)]
@@ -252,6 +253,27 @@ def test_what_was_never_written_is_never_read(kernels: Kernels) -> None:
     kernels.write_kv(kv, LAYER, step.keys[step.slots], step.values[step.slots], step.slots)
     prepared = kernels.plan_attention(step.plan, torch.device("cpu"))
     assert_close(kernels.attention(step.query, kv, LAYER, prepared, SCALE), step.oracle())
+
+
+def test_a_sequence_full_of_nan_changes_no_other(kernels: Kernels) -> None:
+    tails = [Tail(length=20), Tail(length=40), Tail(length=9), Tail(length=50, num_rows=3)]
+    # In order, so that slot 0, to which careless padding would point, is the broken sequence's.
+    step = make_step([*tails, Tail(length=60, num_rows=60)], shuffled=False)
+    broken = step.slots[:20]
+    assert broken.tolist() == list(range(20))
+    expected = step.oracle()[1:]
+    step.keys[broken] = step.values[broken] = torch.nan
+    assert_close(step.attend(kernels)[1:], expected)
+
+
+def test_blocks_out_of_order_between_the_first_and_the_last_are_found(kernels: Kernels) -> None:
+    step = make_step([Tail(length=64, num_rows=64)], shuffled=False)
+    (segment,) = step.plan.private
+    swapped = segment.block_ids[[0, 2, 1, 3]]
+    step.plan = replace(step.plan, private=(replace(segment, block_ids=swapped),))
+    slots = (swapped.astype(np.int64)[:, None] * 16 + np.arange(16)).reshape(-1)
+    step.slots_of_row = [slots[: row + 1] for row in range(64)]
+    assert_close(step.attend(kernels), step.oracle())
 
 
 def test_a_shared_edge_is_read_once_however_many_rows_see_it(kernels: Kernels) -> None:

@@ -170,3 +170,13 @@ async def test_an_id_that_the_client_sent_comes_back_if_it_is_sound(client):
     assert await echoed("abc-123") == "abc-123"
     assert (await echoed("a b")).startswith("req_")
     assert (await echoed("x" * 500)).startswith("req_")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_names_its_request_in_the_header_as_in_the_body(client, stream):
+    response = await client.post(URL, json=chat(request_id="mine", stream=stream))
+    assert response.headers["x-request-id"] == "chatcmpl-mine"
+    response = await client.post("/generate", json={"text": "a", "rid": "r", "stream": stream})
+    assert response.headers["x-request-id"] == "r"
+    odd = {"text": "a", "rid": "r\r\nx: ü", "stream": stream}
+    assert (await client.post("/generate", json=odd)).headers["x-request-id"].startswith("req_")

@@ -1,0 +1,198 @@
+"""`sapwood serve`: an engine behind HTTP."""
+
+import errno
+import logging
+import socket
+import time
+from contextlib import suppress
+from enum import StrEnum
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import sapwood
+from sapwood.runtime.config import BatchingMode, EngineConfig, option_groups
+from sapwood.runtime.errors import ConfigError
+from sapwood.server.cli.pull import fetch
+
+if TYPE_CHECKING:
+    from sapwood.runtime.async_engine import AsyncEngine
+    from sapwood.runtime.build import EngineInfo
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+_UNITS = (("kib", 2**10), ("mib", 2**20), ("gib", 2**30), ("k", 2**10), ("m", 2**20), ("g", 2**30))
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `8589934592`, `512MiB` or `8G`; the units are powers of 1024."""
+    number, factor = text.strip().lower(), 1
+    for unit, size in _UNITS:
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), size
+            break
+    try:
+        return int(float(number) * factor)
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter(f"{text!r} is not a size; write 4GiB, 512MiB or bytes") from error
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="A known name, a folder, a .gguf file or a hub id.")
+    ] = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="A name that requests may use; may be repeated.")
+    ] = None,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 32,
+    log_level: Annotated[LogLevel, typer.Option(help="What is logged.")] = LogLevel.INFO,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, or the name of a backend.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer; the model's own if not given.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV cache block.")] = 16,
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Such as 4GiB; a share of what is free."
+        ),
+    ] = None,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the KV cache, instead of its memory.")
+    ] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Share computed prefixes.")] = True,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 256,
+    schedule_policy: Annotated[
+        str, typer.Option(help="Who runs next: lpm (longest cached prefix first) or fcfs.")
+    ] = "lpm",
+    max_overtakes: Annotated[
+        int, typer.Option(help="A request that was overtaken that often goes first.")
+    ] = 64,
+    mode: Annotated[BatchingMode, typer.Option(help="How requests join a batch.")] = (
+        BatchingMode.CONTINUOUS
+    ),
+    check_invariants: Annotated[
+        bool, typer.Option(hidden=True, help="Check all structures after every step. Slow.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API, a native one, health and metrics."""
+    options = {name: context.params[name] for name in option_groups()}
+    EngineConfig.from_options(**options)  # a wrong option is told before anything is loaded
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    with bind(host, port) as listener:
+        if not is_loopback(listener):
+            console.print(f"[yellow]{host} can be reached from elsewhere, and nobody is asked who")
+        fetch(model, console)
+        run(
+            console,
+            listener,
+            options,
+            served_model_names=served_model_name or (),
+            max_body_bytes=max_body_mb * 2**20,
+        )
+
+
+def run(
+    console: Console, listener: socket.socket, options: dict[str, Any], **app_options: Any
+) -> None:
+    """Answer on `listener` at once, load on a thread, say when it is ready, and go on until told
+    to end. Raises whatever loading raised."""
+    from sapwood.server.app import create_app
+    from sapwood.server.process import DrainingServer
+
+    started = time.monotonic()
+    failures: list[Exception] = []
+
+    def load() -> "AsyncEngine":
+        try:
+            from sapwood.runtime.async_engine import AsyncEngine
+
+            import_seconds = time.monotonic() - started
+            engine = AsyncEngine(**options)
+        except Exception as error:
+            failures.append(error)
+            server.should_exit = True
+            raise
+        console.print(banner(engine.info, url_of(listener)))
+        seconds, load_seconds = time.monotonic() - started, engine.info.load_seconds
+        console.print(
+            f"ready in {seconds:.1f} s (imports {import_seconds:.1f} s, model {load_seconds:.1f} s)"
+            "; Ctrl-C ends it"
+        )
+        return engine
+
+    console.print(f"loading {options['model']}")
+    server = DrainingServer(create_app(load=load, **app_options))
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+    if failures:
+        raise failures[0]
+    console.print("stopped")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError where that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            way_out = "choose another --port (0 takes any that is free), or end what listens there"
+            raise ConfigError(f"port {port} on {host} is in use; {way_out}") from error
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}") from error
+    return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    return ip_address(listener.getsockname()[0]).is_loopback
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client on this machine reaches it."""
+    host, port = listener.getsockname()[:2]
+    address = ip_address(host)
+    if address.is_unspecified:
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def banner(info: "EngineInfo", url: str) -> str:
+    """What is served, where, and how to try it."""
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    sharing = "prefix sharing" if info.prefix_caching else "no prefix sharing"
+    lines = {
+        "model": f"{info.model_name}, {info.dtype} on {info.device}, {info.kernels} kernels",
+        "context": f"{info.max_model_len:,} tokens",
+        "KV cache": (
+            f"{info.kv_capacity_tokens:,} tokens, {info.kv_bytes / 2**30:.2f} GiB, "
+            f"blocks of {info.block_size}"
+        ),
+        "on": f"{sharing}, {info.schedule_policy} scheduling, /metrics",
+        "API": f"{url}/v1, {url}/generate, described at {url}/docs",
+        "try": f"curl {url}/v1/chat/completions -d '{body}'",
+    }
+    head = f"Sapwood {sapwood.__version__}"
+    return escape("\n".join([head, *(f"  {name:9}{text}" for name, text in lines.items())]))
