@@ -45,9 +45,7 @@ class LengthEstimator:
         return int(min(left, max(1, expected)))
 
 
-def peak_blocks(
-    held: NDArray[np.int64], remaining: NDArray[np.int64], block_size: int
-) -> int:
+def peak_blocks(held: NDArray[np.int64], remaining: NDArray[np.int64], block_size: int) -> int:
     """Blocks held at the worst moment, from what each request holds alone and its tokens to come.
 
     Sorted by remaining tokens, longest first, the moment at which the i-th ends finds the first i

@@ -1,7 +1,7 @@
 """The engine for asyncio."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -9,7 +9,7 @@ from sapwood.runtime.engine_base import EngineBase, Sampling
 from sapwood.runtime.errors import EngineClosedError, EngineError
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input
-from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.request import SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
 
 
@@ -84,7 +84,7 @@ class AsyncEngine(EngineBase[_Inbox]):
         sampling: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one input piece by piece; each output has what is new only.
 
         Closing the iterator, or cancelling who reads it, ends the request.

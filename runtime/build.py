@@ -157,9 +157,7 @@ def _max_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int
     holds."""
     asked = config.model.max_model_len
     if asked is not None and asked > model_len:
-        raise ConfigError(
-            f"max_model_len is {asked}, the model takes {model_len} tokens; lower it"
-        )
+        raise ConfigError(f"max_model_len is {asked}, the model takes {model_len} tokens; lower it")
     capacity = num_blocks * config.cache.block_size
     if capacity < 2:
         raise ConfigError(f"the KV cache holds {capacity} tokens, at least 2 are needed")

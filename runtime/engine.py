@@ -1,6 +1,6 @@
 """The synchronous engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -61,7 +61,7 @@ class Engine(EngineBase[_Inbox]):
 
     def stream(
         self, input: Input, sampling: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer one input piece by piece; each output has what is new only.
 
         Leaving the loop early ends the request. Raises like `generate`.
@@ -69,7 +69,7 @@ class Engine(EngineBase[_Inbox]):
         [request] = self._requests([input], sampling)
         return self._pieces(request)
 
-    def _pieces(self, request: Request) -> Iterator[RequestOutput]:
+    def _pieces(self, request: Request) -> Generator[RequestOutput, None, None]:
         builder = self._builder(request)
         inbox: _Inbox = SimpleQueue()
         unfinished = {request.request_id}

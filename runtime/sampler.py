@@ -113,9 +113,7 @@ class _RowLogprobs:
     top: tuple[Logprob, ...]
 
     def at(self, token_id: int) -> TokenLogprobs:
-        return TokenLogprobs(
-            token_id=token_id, logprob=float(self.of_all[token_id]), top=self.top
-        )
+        return TokenLogprobs(token_id=token_id, logprob=float(self.of_all[token_id]), top=self.top)
 
 
 def _logprobs_of(logits: Tensor, rows: Sequence[SamplingRow]) -> list[_RowLogprobs | None]:

@@ -88,9 +88,7 @@ def _check_int(
         raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
 
 
-def _check_float(
-    name: str, value: Any, *, low: float, high: float, open_low: bool = False
-) -> None:
+def _check_float(name: str, value: Any, *, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name} must be a number, not {value!r}", param=name)
     outside = not math.isfinite(value) or not low <= value <= high or (open_low and value == low)

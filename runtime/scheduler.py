@@ -193,7 +193,7 @@ class Scheduler:
         return budget
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get blocks for `num_tokens` tokens, at the cost of the newest; False if that is itself."""
+        """Get blocks for `num_tokens` tokens, at the cost of the newest; False if that is it."""
         while not sequence.held_lease.extend(num_tokens):
             victim = self._running[-1]
             assert len(self._running) > 1, "a sequence alone in the pool does not fit"
@@ -243,10 +243,11 @@ class Scheduler:
         self._count_overtaken(admitted, held)
 
     def _candidates(self) -> list[Sequence]:
-        """Who may be admitted, in order: preempted, overtaken too often, then as the policy says."""
+        """Who may be admitted: preempted, overtaken too often, then in the policy's order."""
         if self._options.mode is BatchingMode.STATIC:
             return self._static_candidates()
-        aged, others = [], []
+        aged: list[Sequence] = []
+        others: list[Sequence] = []
         for sequence in self._waiting.first(LOOKAHEAD):
             is_aged = sequence.num_overtaken >= self._options.max_overtakes
             (aged if is_aged else others).append(sequence)

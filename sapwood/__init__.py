@@ -60,7 +60,7 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
     }
 )
 
-__all__ = ["__version__", *_MODULE_BY_NAME]  # noqa: PLE0604
+__all__ = ["__version__", *_MODULE_BY_NAME]
 
 
 def __getattr__(name: str) -> Any:

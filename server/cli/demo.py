@@ -4,6 +4,8 @@ Few-shot questions that begin with the same eight worked examples are answered w
 the first of them again without it. Every figure comes from the engine's outputs and counters.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -11,19 +13,21 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
-from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.sampling_params import SamplingParams
-from sapwood.server.cli.tree_view import TokenIds, TreeNode, draw_tree, snippet
+from sapwood.server.cli.pull import fetch
+from sapwood.server.cli.tree_view import draw_tree, snippet
+
+if TYPE_CHECKING:
+    from sapwood.runtime.outputs import RequestOutput
+    from sapwood.server.cli.tree_view import TokenIds, TreeNode
 
 ANSWER_TOKENS = 32
 NUM_COMPARED = 8  # as many questions run with the tree and without it
@@ -73,7 +77,7 @@ class DemoEngine(Protocol):
     def close(self) -> None: ...
 
 
-MakeEngine = Callable[[bool], AbstractContextManager[DemoEngine]]
+MakeEngine = Callable[[bool], AbstractContextManager[DemoEngine]]  # given: whether with the tree
 
 
 def demo(
@@ -98,22 +102,6 @@ def demo(
             return Engine(model, prefix_caching=prefix_caching)
 
     run_demo(console, make_engine, load_questions().prompts(num_questions), baseline=baseline)
-
-
-def fetch(model: str, console: Console) -> None:
-    """Download the model unless it is here, behind a progress bar. Raises ModelError."""
-    from sapwood.runtime.pull import KNOWN_MODELS, pull
-
-    if model not in KNOWN_MODELS and Path(model).expanduser().exists():
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=console, transient=True) as bars:
-        bar = bars.add_task(f"fetching {model}", total=None)
-
-        def report(done_bytes: int, total_bytes: int | None, label: str) -> None:
-            bars.update(bar, completed=done_bytes, total=total_bytes, description=label)
-
-        pull(model, report)
 
 
 @dataclass(frozen=True, slots=True)

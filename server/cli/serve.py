@@ -156,8 +156,13 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()  # from here on nobody else gets the port
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             way_out = "choose another --port (0 takes any that is free), or end what listens there"

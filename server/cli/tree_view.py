@@ -3,17 +3,22 @@
 Takes what `Engine.tree()` gives and changes nothing. Knows nothing of the engine itself.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.text import Text
 from rich.tree import Tree
 
-TokenIds = NDArray[np.int32]
-Decode = Callable[[TokenIds], str]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    TokenIds = NDArray[np.int32]
+    Decode = Callable[[TokenIds], str]
 
 
 class TreeNode(Protocol):
@@ -32,7 +37,7 @@ class TreeNode(Protocol):
 @dataclass(slots=True)
 class _Branch:
     node: TreeNode
-    children: "list[_Branch]" = field(default_factory=list)
+    children: list[_Branch] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +57,7 @@ def draw_tree(
 
     Of each edge the text is shown, shortened to `text_width` characters; among siblings it starts
     where they begin to differ. From a node with more than `max_children` children the rest are
-    one line that counts them. O(nodes + tokens shown).
+    one line that counts them. O(tokens of the tree).
     """
     drawing = Tree(Text(title, style="bold"), guide_style="dim")
     _add(drawing, _nested(nodes), decode, max_children, text_width)
@@ -106,11 +111,7 @@ def num_common_tokens(siblings: Sequence[TokenIds]) -> int:
     """
     if len(siblings) < 2:
         return 0
-    length = min(len(tokens) for tokens in siblings)
-    same = np.ones(length, dtype=bool)
-    for tokens in siblings[1:]:
-        same &= tokens[:length] == siblings[0][:length]
-    return length if same.all() else int(np.argmin(same))
+    return len(commonprefix([tokens.tolist() for tokens in siblings]))
 
 
 def snippet(text: str, width: int) -> str:

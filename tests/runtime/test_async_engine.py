@@ -88,7 +88,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(engine: AsyncEngine) 
         with pytest.raises(RequestError, match="in use"):
             await engine.generate("A tree", GREEDY, request_ids=["mine"])
         await anext(stream)  # it was not disturbed
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await engine.generate("A tree", GREEDY, request_ids=["mine"])
         with pytest.raises(RequestError, match="in use"):
             await engine.generate(["a", "b"], GREEDY, request_ids=["same", "same"])
@@ -189,7 +189,7 @@ def test_breaking_out_of_a_stream_ends_it(engine: AsyncEngine) -> None:
         stream = engine.stream("The quick", LONG)
         async for _ in stream:
             break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await until(lambda: engine.stats().num_running == 0)
 
     run(body)

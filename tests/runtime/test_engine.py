@@ -243,7 +243,7 @@ def test_leaving_a_stream_early_ends_the_request(engine: Engine) -> None:
     stream = engine.stream("The quick", sampling)
     next(stream)
     assert engine.stats().num_running == 1
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     engine._core.tree().result()
     assert engine.stats().num_running == 0
     assert engine.stats().num_finished_by_reason["abort"] >= 1
@@ -353,5 +353,5 @@ def test_a_thousand_requests_with_random_aborts_leave_nothing_behind(tiny_model:
                 for _ in range(rng.randint(0, 5)):
                     next(stream, None)
             for stream in streams:
-                stream.close()  # type: ignore[attr-defined]
+                stream.close()
         assert_nothing_held(engine)
