@@ -141,8 +141,8 @@ class PrefixCache:
         without the copy. O(tokens + blocks).
         """
         check_namespace(namespace)
-        max_cached = max(0, len(token_ids) - 1)
-        return self._acquire(_to_bytes(token_ids), max_cached, num_tokens, namespace)
+        tokens = _to_bytes(token_ids)
+        return self._acquire(tokens, len(token_ids) - 1, num_tokens, namespace)
 
     def evict(self, num_blocks: int) -> int:
         """Take blocks that no lease holds out of the tree, leaves first, in the policy's order.
@@ -185,32 +185,32 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert every invariant, down to who holds each block. O(tokens + blocks)."""
-        self._pool.check()
-        self._tree.check()
-        self._queue.check()
-        refs = np.zeros_like(self._pool.refs)
-        in_tree = np.zeros_like(self._pool.in_tree)
-        candidates = set()
-        for _, node in self._tree.walk():
-            counts = self._pool.refs[node.blocks]
-            assert not in_tree[node.blocks].any(), "a block is in the tree twice"
-            in_tree[node.blocks] = True
-            refs[node.blocks] += 1
-            assert (counts[1:] <= counts[:-1]).all(), "counts grow along an edge"
-            if node.parent is not None and node.parent.blocks.size:
-                above = self._pool.refs[node.parent.blocks[-1]]
-                assert counts[0] <= above, "counts grow towards the leaves"
-            if self._is_candidate(node):
-                candidates.add(node)
+        pool = self._pool
+        for part in (pool, self._tree, self._queue):
+            part.check()
+        nodes = [node for _, node in self._tree.walk()]
+        candidates = {node for node in nodes if self._is_candidate(node)}
         assert candidates == set(self._queue), "the candidates for eviction differ"
-        assert np.array_equal(in_tree, self._pool.in_tree), "the flags differ from the tree"
+        blocks = np.sort(np.concatenate([[], *(node.blocks for node in nodes)]))
+        assert np.array_equal(blocks, np.flatnonzero(pool.in_tree)), (
+            "the flags differ from the tree"
+        )
+
+        before = np.full(pool.num_blocks, -1)
+        for node in nodes:
+            before[node.blocks[1:]] = node.blocks[:-1]
+            if node.parent is not None and node.parent.blocks.size:
+                before[node.blocks[0]] = node.parent.last_block
+        refs = pool.in_tree.astype(np.int32)
         for lease in self._leases:
             held = lease.held_blocks()
-            assert len(np.unique(held)) == len(held), "a lease holds a block twice"
-            refs[held] += 1
+            refs += np.bincount(held, minlength=pool.num_blocks).astype(np.int32)
+            above = before[held[pool.in_tree[held]]]
+            assert np.isin(above, [-1, *held]).all(), "a lease holds a block but not one above it"
             shared = lease.block_table[: lease.num_shared_blocks]
-            assert self._pool.in_tree[shared].all(), "a shared block is not in the tree"
-        assert np.array_equal(refs, self._pool.refs), "the counts differ from the holders"
+            assert pool.in_tree[shared].all(), "a shared block is not in the tree"
+            assert (before[shared[1:]] == shared[:-1]).all(), "the shared blocks are no path"
+        assert np.array_equal(refs, pool.refs), "the counts differ from the holders"
 
     def _acquire(
         self, tokens: bytes, max_cached: int, num_tokens: int, namespace: Namespace
@@ -231,13 +231,9 @@ class PrefixCache:
         if not self._fits(num_new):
             self._pool.release(shared)
             return None
-        copied_block = path.row_block if path.num_rows else -1
         self._use(path)
         own = self._allocate(num_new)
-        copy = None
-        if path.num_rows:
-            copy = BlockCopy(source=copied_block, target=int(own[0]), num_rows=path.num_rows)
-        lease = Lease(self, namespace, np.concatenate((shared, own)), path, copy)
+        lease = Lease(self, namespace, path, np.concatenate((shared, own)))
         self._leases.add(lease)
         return lease
 
@@ -361,7 +357,7 @@ class Lease:
     __slots__ = (
         "_cache",
         "_table",
-        "_released",
+        "_is_released",
         "copy",
         "epoch",
         "namespace",
@@ -371,27 +367,25 @@ class Lease:
     )
 
     def __init__(
-        self,
-        cache: PrefixCache,
-        namespace: Namespace,
-        block_ids: BlockIds,
-        path: Path,
-        copy: BlockCopy | None,
+        self, cache: PrefixCache, namespace: Namespace, path: Path, block_ids: BlockIds
     ) -> None:
-        """`block_ids` are held already: those of `path`, then the lease's own."""
+        """`block_ids` are those of `path` and the lease's own; it holds them and path's rows."""
         self.namespace = namespace
         self.num_blocks = len(block_ids)
         self.num_cached = path.num_tokens
         """Tokens that need not be computed, with those of the copy."""
-        self.copy = copy
+        self.copy: BlockCopy | None = None
         """To be done before anything reads the block; None if there is none, or it is done."""
         self.epoch = 0
         """Changes whenever entries of the block table did."""
         self.num_shared_blocks = path.num_blocks
         """Leading blocks of the table that are in the tree, where others may read them."""
+        if path.num_rows:
+            target = int(block_ids[path.num_blocks])
+            self.copy = BlockCopy(source=path.row_block, target=target, num_rows=path.num_rows)
         self._cache = cache
         self._table = block_ids
-        self._released = False
+        self._is_released = False
 
     @property
     def block_table(self) -> BlockIds:
@@ -472,12 +466,14 @@ class Lease:
     def release(self) -> None:
         """End the lease: every block it holds has one holder less. O(blocks)."""
         self._check_live()
-        # Of the blocks before these some leaf's last cannot be one, for these come after it.
-        ends = [self.copy.source] if self.copy else []
-        ends += self.block_table[: self.num_shared_blocks + 1][-2:].tolist()
-        self._cache._let_go(self.held_blocks(), *ends)
+        # Of its path a leaf can end in the last block only: the last whole one, or the partly
+        # filled one behind it if that was published.
+        last = self.block_table[: self.num_shared_blocks + 1][-2:].tolist()
+        if self.copy is not None:
+            last.append(self.copy.source)
+        self._cache._let_go(self.held_blocks(), *last)
         self._cache._leases.remove(self)
-        self._released = True
+        self._is_released = True
         self.num_blocks = self.num_shared_blocks = 0
         self.copy = None
 
@@ -488,7 +484,7 @@ class Lease:
         return np.append(self.block_table, np.int32(self.copy.source))
 
     def _check_live(self) -> None:
-        if self._released:
+        if self._is_released:
             raise LeaseReleased("the lease was released; acquire another one")
 
 

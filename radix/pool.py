@@ -154,4 +154,4 @@ class BlockPool:
         freed = block_ids[counts == 0][::-1]
         self._free[self.num_free : self.num_free + freed.size] = freed
         self.num_free += freed.size
-        return freed.size
+        return len(freed)

@@ -229,6 +229,7 @@ class RadixTree:
         previous = b""
         for key, node in self._children.items():
             assert key == self._key(node.parent, node), "a key is not its child's first block"
+            assert previous < key, "the children are not sorted"
             assert not (previous and key.startswith(previous)), "a sibling is a prefix of another"
             length = len(node.tokens) // TOKEN_BYTES
             assert len(node.tokens) % TOKEN_BYTES == 0

@@ -12,7 +12,7 @@ A field that is not declared is an error. Null always means that a field was not
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +29,9 @@ from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import json_path
 from sapwood.server.engine import Input
 from sapwood.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from sapwood.runtime.build import EngineInfo
 
 MAX_PROMPTS = 1024  # of one request
 
@@ -89,7 +92,7 @@ def in_callers_words(names: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(400, message, param=param, code=error.code) from error
 
 
-def as_prompts(value: Any, param: str, vocab_size: int) -> tuple[list[Input], bool]:
+def as_prompts(value: Any, param: str, info: "EngineInfo") -> tuple[list[Input], bool]:
     """The prompts in a string, a list of strings, token ids or a list of lists of token ids.
 
     The flag says whether it was a single one. Raises ApiError. A few C calls per prompt, nothing
@@ -100,26 +103,32 @@ def as_prompts(value: Any, param: str, vocab_size: int) -> tuple[list[Input], bo
     if not isinstance(value, list) or not value:
         raise _bad_prompt(param, "must be a string or token ids, or a list of either, not empty")
     if type(value[0]) is int:
-        return [_token_ids(value, param, vocab_size)], True
+        return [_token_ids(value, param, info)], True
     if len(value) > MAX_PROMPTS:
         raise _bad_prompt(param, f"has {len(value)} prompts, at most {MAX_PROMPTS} are taken")
     if set(map(type, value)) == {str}:
         return value, False
     if set(map(type, value)) == {list}:
         places = (json_path((param, i)) for i in range(len(value)))
-        return [
-            _token_ids(ids, at, vocab_size) for ids, at in zip(value, places, strict=True)
-        ], False
+        return [_token_ids(ids, at, info) for ids, at in zip(value, places, strict=True)], False
     raise _bad_prompt(param, "must hold strings only or lists of token ids only")
 
 
-def _token_ids(ids: list[Any], param: str, vocab_size: int) -> list[int]:
+def _token_ids(ids: list[Any], param: str, info: "EngineInfo") -> list[int]:
+    if len(ids) >= info.max_model_len:  # before each of them is looked at: there may be millions
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {info.max_model_len} tokens, and {param} has "
+            f"{len(ids)}, which leaves none for the answer",
+            param=param,
+            code="context_length_exceeded",
+        )
     if set(map(type, ids)) != {int}:
         raise _bad_prompt(param, "must hold token ids, whole numbers, at least one")
     outside = min(ids) if min(ids) < 0 else max(ids)
-    if not 0 <= outside < vocab_size:
+    if not 0 <= outside < info.vocab_size:
         raise _bad_prompt(
-            param, f"has token id {str(outside)[:20]}; the vocabulary is 0 to {vocab_size - 1}"
+            param, f"has token id {str(outside)[:20]}; the vocabulary is 0 to {info.vocab_size - 1}"
         )
     return ids
 

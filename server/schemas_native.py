@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
 from pydantic import WithJsonSchema
@@ -20,6 +20,9 @@ from sapwood.server.schemas import (
     refused,
     sampling_params,
 )
+
+if TYPE_CHECKING:
+    from sapwood.runtime.build import EngineInfo
 
 _NO_GRAMMAR = "constrained decoding is not served yet; leave it out"
 _NO_PENALTY = "penalties are not served yet; leave it out"
@@ -147,12 +150,12 @@ class GenerateRequest(Wire):
         prompt = "input_ids" if self.text is None else "text"
         return {"prompt": prompt, "stop_token_ids": at, "request_id": "rid"}
 
-    def prompts(self, vocab_size: int) -> tuple[list[Input], bool]:
+    def prompts(self, info: "EngineInfo") -> tuple[list[Input], bool]:
         """What to answer, and whether it is a single prompt. Raises ApiError."""
         if (self.text is None) == (self.input_ids is None):
             raise ApiError(400, "give one of text and input_ids", param="text")
         field = "input_ids" if self.text is None else "text"
-        prompts, single = as_prompts(getattr(self, field), field, vocab_size)
+        prompts, single = as_prompts(getattr(self, field), field, info)
         if isinstance(prompts[0], str) != (field == "text"):
             what = "strings" if field == "text" else "token ids"
             raise ApiError(400, f"{field} must hold {what}", param=field)

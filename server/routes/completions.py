@@ -30,7 +30,7 @@ async def completions(request: Request, serving: ServingDep) -> Response:
         tokenizer=engine.tokenizer,
         include_usage=body.include_usage,
     )
-    prompts, single = as_prompts(body.prompt, "prompt", engine.info.vocab_size)
+    prompts, single = as_prompts(body.prompt, "prompt", engine.info)
     work = Work(
         prompts=prompts,
         sampling=[body.sampling()] * len(prompts),

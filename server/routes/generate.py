@@ -18,7 +18,7 @@ router = APIRouter(tags=["native"])
 @router.post("/generate", summary="Continue prompts", openapi_extra=request_body(GenerateRequest))
 async def generate(request: Request, serving: ServingDep) -> Response:
     body = await serving.read(request, GenerateRequest)
-    prompts, single = body.prompts(serving.engine.info.vocab_size)
+    prompts, single = body.prompts(serving.engine.info)
     work = Work(
         prompts=prompts,
         sampling=body.sampling(len(prompts)),

@@ -39,6 +39,7 @@ OPERATIONS = {
     "copied": 6,
     "chunk": 8,
     "decode": 8,
+    "draft": 3,
     "publish": 5,
     "fork": 4,
     "finish": 3,
@@ -170,6 +171,13 @@ class World:
         if self._extend(sequence, num_tokens):
             sequence.tokens += (ALPHABET[choose(3)],)
             self._compute(sequence, num_tokens)
+
+    def draft(self, choose: Choose) -> None:
+        """Write a row that will be rejected: behind the settled ones whatever may be."""
+        if (sequence := self._pick(choose)) and sequence.source is None:
+            index, row = divmod(sequence.num_settled, self.block_size)
+            if index < len(sequence.table):
+                self._write(sequence.table[index], row, None)
 
     def publish(self, choose: Choose) -> None:
         if sequence := self._pick(choose):

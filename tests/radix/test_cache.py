@@ -273,6 +273,23 @@ class TestSharing:
         assert cache._pool.refs[source] == 0
         cache.check()
 
+    def test_a_source_may_come_back_at_another_place_in_the_tree(self) -> None:
+        """Its copier's end must find the leaf the block ends now, or that is never evicted."""
+        cache = PrefixCache(64, 4)
+        owner, other = lease(cache, run(0, 8)), lease(cache, run(0, 3))
+        owner.publish(run(0, 2))
+        copier = cache.acquire(joined(run(0, 2), run(50, 52)), 4)
+        assert copier is not None and copier.copy is not None
+        other.publish(run(0, 3))
+        assert not cache._pool.in_tree[copier.copy.source]
+        owner.publish(run(0, 8))
+        assert cache._pool.in_tree[copier.copy.source]
+        for ended in (owner, other, copier):
+            ended.release()
+            cache.check()
+        assert cache.num_evictable_blocks == cache.evict(64) == 2
+        cache.check()
+
     def test_a_longer_leaf_replaces_a_partly_filled_one(self) -> None:
         cache = PrefixCache(64, 4)
         short, long = lease(cache, run(0, 6)), lease(cache, run(0, 7))

@@ -20,10 +20,14 @@ NUM_OPERATIONS = 70
 
 
 def run(seed: int) -> None:
-    """One run of the weighted driver: a world, operations, and the end of everything."""
+    """One run of the weighted driver: a world, operations, and the end of everything.
+
+    Each run has weights of its own, so that some let copies wait or hardly ever evict.
+    """
     source = random.Random(seed)
     world = World(num_blocks=source.randint(2, 14), block_size=source.randint(1, 3))
-    names = source.choices(list(OPERATIONS), list(OPERATIONS.values()), k=NUM_OPERATIONS)
+    weights = [weight * source.choice((0.2, 1, 3)) for weight in OPERATIONS.values()]
+    names = source.choices(list(OPERATIONS), weights, k=NUM_OPERATIONS)
     for name in names:
         world.operate(name, source.randrange)
     world.end()
