@@ -18,7 +18,7 @@ import sapwood
 from sapwood.runtime.errors import SapwoodError
 from sapwood.server.connection import id_headers
 from sapwood.server.engine import ServingEngine
-from sapwood.server.errors import ApiError, ClientLeft, answer_error, as_api_error
+from sapwood.server.errors import ApiError, ClientLeft, answer_error, as_api_error, error_responses
 from sapwood.server.routes import ROUTES
 from sapwood.server.serving import Serving
 
@@ -63,7 +63,12 @@ def create_app(
         finally:
             await asyncio.to_thread(serving.close)
 
-    app = FastAPI(title="Sapwood", version=sapwood.__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="Sapwood",
+        version=sapwood.__version__,
+        lifespan=lifespan,
+        responses=error_responses(),
+    )
     app.state.serving = serving
     for path in ROUTES.values():
         module, _, name = path.partition(":")

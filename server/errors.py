@@ -82,6 +82,24 @@ class ApiError(Exception):
         )
 
 
+def error_responses() -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of errors, the same for every endpoint."""
+    text = {"type": ["string", "null"]}
+    fields = {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": text,
+        "code": text,
+    }
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    envelope = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    content = {"application/json": {"schema": envelope}}
+    return {
+        "4XX": {"description": "The request cannot be answered", "content": content},
+        "5XX": {"description": "The server cannot answer it", "content": content},
+    }
+
+
 def unavailable(message: str) -> ApiError:
     """503: not now, but perhaps in a moment."""
     return ApiError(

@@ -163,8 +163,8 @@ class ChatAnswer(OpenAIAnswer):
         return {"delta": {} if is_last else {"content": text}}
 
     def _logprobs(self, index: int, answer: CompletionOutput) -> dict[str, Any] | None:
-        if not answer.logprobs:
-            return None if answer.logprobs is None else {"content": [], "refusal": None}
+        if answer.logprobs is None:
+            return None
         entries = []
         for entry in answer.logprobs:
             top = [self._token(other) for other in entry.top]

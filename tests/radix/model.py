@@ -35,19 +35,19 @@ NAMESPACES: tuple[Namespace, ...] = (
     (NamespacePart(NamespaceKind.ADAPTER, "x"),),
 )
 OPERATIONS = {
-    "start": 6,
-    "copied": 6,
-    "chunk": 8,
-    "decode": 8,
-    "draft": 3,
-    "publish": 5,
-    "fork": 4,
-    "finish": 3,
+    "start": 5,
+    "copied": 2,
+    "chunk": 10,
+    "decode": 6,
+    "draft": 2,
+    "publish": 8,
+    "fork": 3,
+    "finish": 4,
     "preempt": 2,
     "resume": 3,
-    "abort": 2,
-    "evict": 2,
-    "flush": 1,
+    "abort": 3,
+    "evict": 1,
+    "flush": 0.5,
 }
 
 
@@ -94,25 +94,16 @@ def fingerprint(cache: PrefixCache) -> object:
     """Everything the cache consists of, as a value."""
     pool, tree = cache._pool, cache._tree
     nodes = [
-        (
-            depth,
-            n.id,
-            n.parent and n.parent.id,
-            n.namespace,
-            bytes(n.tokens),
-            n.blocks.tolist(),
-            n.last_used,
-            n.num_children,
-            n.entry,
-        )
+        (depth, n.id, n.parent and n.parent.id, n.namespace, bytes(n.tokens), n.blocks.tolist(),
+         n.last_used, n.num_children, n.entry and n.entry[:2])
         for depth, n in tree.walk()
-    ]
+    ]  # fmt: skip
     return (
         pool.refs.tolist(), pool.in_tree.tolist(), pool._free[: pool.num_free].tolist(),
         pool.num_evictable, pool.num_tree_blocks, nodes, list(tree._children), tree._next_id,
         [(ns, root.id, root.num_children) for ns, root in tree._roots.items()],
-        tree.num_tokens, tree.num_blocks, [entry[:2] for entry in cache._queue._entries], cache.version,
-        cache._num_uses, len(cache._leases),
+        tree.num_tokens, tree.num_blocks, [entry[:2] for entry in cache._queue._entries],
+        cache.version, cache._num_uses, len(cache._leases),
     )  # fmt: skip
 
 
@@ -143,14 +134,16 @@ class World:
     # Operations
 
     def start(self, choose: Choose) -> None:
-        known = [s.tokens for s in (*self.running, *self.waiting)]
-        known += [tokens for _, tokens in self.entries]
-        tokens: Tokens = ()
+        """A prompt that often begins like one that is running, waiting or in the tree."""
+        known = [s.prefix(len(s.tokens)) for s in (*self.running, *self.waiting)]
+        known += self.entries
+        namespace, tokens = NAMESPACES[choose(2)], ()
         if known and choose(4):
-            tokens = known[choose(len(known))]
-            tokens = tokens[: choose(len(tokens) + 1)]
-        tokens += tuple(ALPHABET[choose(3)] for _ in range(1 + choose(2 * self.block_size)))
-        sequence = Sequence(NAMESPACES[choose(2)], tokens)
+            namespace, tokens = known[choose(len(known))]
+            tokens = tokens[: choose(len(tokens) + 1)] if choose(2) else tokens
+        num_new = choose(2 * self.block_size + 1) or not tokens
+        tokens += tuple(ALPHABET[choose(3)] for _ in range(num_new))
+        sequence = Sequence(namespace, tokens)
         room = max(0, len(tokens) + choose(4) - 1)
         self._acquire(sequence, room)
 
@@ -161,7 +154,7 @@ class World:
     def chunk(self, choose: Choose) -> None:
         if sequence := self._pick(choose):
             room = min(len(sequence.tokens), len(sequence.table) * self.block_size)
-            self._compute(sequence, min(room, sequence.num_settled + 1 + choose(4)))
+            self._compute(sequence, min(room, sequence.num_settled + 1 + choose(2 * self.block_size)))
 
     def decode(self, choose: Choose) -> None:
         sequence = self._pick(choose)

@@ -26,7 +26,7 @@ def run(seed: int) -> None:
     """
     source = random.Random(seed)
     world = World(num_blocks=source.randint(2, 14), block_size=source.randint(1, 3))
-    weights = [weight * source.choice((0.2, 1, 3)) for weight in OPERATIONS.values()]
+    weights = [weight * source.choice((0.3, 1, 2)) for weight in OPERATIONS.values()]
     names = source.choices(list(OPERATIONS), weights, k=NUM_OPERATIONS)
     for name in names:
         world.operate(name, source.randrange)

@@ -21,6 +21,7 @@ from sapwood.runtime.config import EngineConfig, option_groups
 from sapwood.runtime.errors import ConfigError, EngineError, ModelAccessError, RequestError
 from sapwood.server.cli import COMMANDS, build_cli
 from sapwood.server.cli.chat import Counts, converse, remote
+from sapwood.server.cli.pull import fetch
 from sapwood.server.cli.serve import bind, is_loopback, parse_size, serve, url_of
 from tests.server.fakes import ANSWER, FakeEngine
 
@@ -71,6 +72,29 @@ def test_an_error_of_ours_is_one_line_and_exit_code_one(arguments, words):
     assert result.stderr.startswith("sapwood: ")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_pull_says_where_the_model_is(monkeypatch, tmp_path):
+    def fake_pull(name: str, progress: Any) -> Path:
+        progress(1, None, f"downloading {name}")
+        progress(2, 4, f"downloading {name}")
+        return tmp_path / "model.gguf"
+
+    monkeypatch.setattr("sapwood.runtime.pull.pull", fake_pull)
+    result = CliRunner().invoke(build_cli(), ["pull", "some/model"])
+    assert result.exit_code == 0
+    assert f"some/model is at {tmp_path}/model.gguf" in result.output
+
+
+def test_a_model_is_fetched_only_if_it_is_neither_here_nor_a_path(monkeypatch, tmp_path):
+    fetched = []
+    monkeypatch.setattr("sapwood.runtime.pull.pull", lambda name, progress: fetched.append(name))
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path / "cache"))
+    out = io.StringIO()
+    for model in ("smollm2", "owner/name", str(tmp_path), "./nothing", "a/b/c"):
+        fetch(model, Console(file=out))
+    assert fetched == ["smollm2", "owner/name"]
+    assert "smollm2 is not here yet" in out.getvalue()
 
 
 def test_an_unknown_option_is_a_usage_error():

@@ -64,7 +64,7 @@ def post():
         yield lambda path, body: runner.run(client.post(path, content=body))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(CALLS)
 def test_any_json_is_answered_or_refused(post, call):
     path, body = call
@@ -73,7 +73,7 @@ def test_any_json_is_answered_or_refused(post, call):
         error(response, 404 if response.json()["error"]["code"] == "model_not_found" else 400)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate"]), st.binary())
 def test_any_bytes_are_refused(post, path, body):
     error(post(path, body))

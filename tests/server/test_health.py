@@ -50,6 +50,10 @@ async def test_the_api_describes_itself(client):
     schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert "messages" in schema["schema"]["properties"]
     assert "$ref" not in str(schema)
+    for operations in paths.values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+            assert {"4XX", "5XX"} <= set(operation["responses"])
 
 
 def test_an_application_answers_while_its_model_is_being_loaded(listen):
