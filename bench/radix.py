@@ -266,9 +266,7 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def _cell(spread: dict[str, float]) -> str:
-    return (
-        f"{spread['median']:.1f} ({spread['first_quartile']:.1f}-{spread['third_quartile']:.1f})"
-    )
+    return f"{spread['median']:.1f} ({spread['first_quartile']:.1f}-{spread['third_quartile']:.1f})"
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ class PrefixCache:
             own = own[:0]
         theirs = path.block_ids
         differing = np.flatnonzero(theirs != lease.block_table[: path.num_blocks])
-        self._check_same_sequence(lease, path, num_tokens, differing, own)
+        self._check_same_sequence(lease, path, differing, own)
         if differing.size:
             self._adopt(lease, differing, theirs[differing])
         if own.size:
@@ -285,19 +285,18 @@ class PrefixCache:
         lease.num_shared_blocks = max(lease.num_shared_blocks, num_shared)
 
     def _check_same_sequence(
-        self, lease: "Lease", path: Path, num_tokens: int, differing: _Indices, own: BlockIds
+        self, lease: "Lease", path: Path, differing: _Indices, own: BlockIds
     ) -> None:
         """Raise ValueError if the tokens of `path` are not those the lease has in the tree."""
-        num_shared = min(lease.num_shared_blocks, num_tokens // self.block_size)
-        has_shared = not differing.size or differing[0] >= num_shared
-        is_same = path.num_blocks >= num_shared and has_shared
+        is_same = not differing.size or differing[0] >= lease.num_shared_blocks
         if own.size and self._pool.in_tree[own[0]]:
-            # The partly filled block that the lease published, which can only have grown.
-            is_same = is_same and self._tree.ends_in_partial_leaf(path) and path.row_block == own[0]
+            # A block of ours that is in the tree already can only be the partly filled one that
+            # we published, and only have grown.
+            is_same = self._tree.ends_in_partial_leaf(path) and path.row_block == own[0]
         if not is_same:
             raise ValueError(
-                f"the {num_tokens} tokens differ from those that this lease was acquired for or "
-                "has published; publish one growing sequence under a lease"
+                "the tokens differ from those that this lease was acquired for or has published; "
+                "publish one growing sequence under a lease"
             )
 
     def _adopt(self, lease: "Lease", indices: _Indices, block_ids: BlockIds) -> None:
@@ -395,8 +394,7 @@ class Lease:
     @property
     def num_exclusive_blocks(self) -> int:
         """Blocks that no other lease holds: what its release makes free or evictable. O(blocks)."""
-        pool, table = self._cache._pool, self.block_table
-        return int(np.count_nonzero(pool.refs[table] - pool.in_tree[table] == 1))
+        return self._cache._pool.num_exclusive(self.block_table)
 
     def copied(self) -> None:
         """Say that `copy` is done in a finished step: its source is let go, its rows are settled.

@@ -110,6 +110,11 @@ class BlockPool:
         """How many of the blocks have more than one holder. O(n)."""
         return int(np.count_nonzero(self.refs.take(block_ids.astype(np.intp)) > 1))
 
+    def num_exclusive(self, block_ids: BlockIds) -> int:
+        """How many of the blocks have exactly one holder besides the tree. O(n)."""
+        index = block_ids.astype(np.intp)
+        return int(np.count_nonzero(self.refs.take(index) - self.in_tree.take(index) == 1))
+
     def enter_tree(self, block_ids: BlockIds) -> None:
         """Make the tree another holder of blocks that a lease holds. O(n).
 

@@ -64,12 +64,7 @@ class InputProcessor:
         token_ids = self._token_ids(prompt)
         room = self._max_model_len - len(token_ids)
         if room < 1:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self._max_model_len} tokens, and the "
-                f"prompt has {len(token_ids)}, which leaves none for the answer; shorten the "
-                "prompt, or start the engine with a larger max_model_len or KV cache",
-                param="messages" if _is_chat(prompt) else "prompt",
-            )
+            raise self._too_long(prompt, str(len(token_ids)))
         for token_id in sampling.stop_token_ids:
             if token_id >= self._vocab_size:
                 raise RequestError(
@@ -90,9 +85,12 @@ class InputProcessor:
 
     def _token_ids(self, prompt: Input) -> TokenIds:
         if isinstance(prompt, str):
+            self._check_size(prompt, prompt)
             token_ids = self._tokenizer.encode(prompt)
         elif _is_chat(prompt):
-            token_ids = self._tokenizer.encode_chat(prompt)
+            text = self._tokenizer.render_chat(prompt)
+            self._check_size(prompt, text)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         else:
             token_ids = self._checked_ids(prompt)
         if not len(token_ids):
@@ -100,6 +98,20 @@ class InputProcessor:
                 "the prompt is empty; give at least one token of text", param="prompt"
             )
         return token_ids
+
+    def _check_size(self, prompt: Input, text: str) -> None:
+        """Refuse a text that cannot fit, before tokens are made of it for seconds."""
+        min_tokens = len(text) // max(1, self._tokenizer.max_token_bytes)
+        if min_tokens >= self._max_model_len:
+            raise self._too_long(prompt, f"at least {min_tokens}")
+
+    def _too_long(self, prompt: Input, num_tokens: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"This model's maximum context length is {self._max_model_len} tokens, and the "
+            f"prompt has {num_tokens}, which leaves none for the answer; shorten the "
+            "prompt, or start the engine with a larger max_model_len or KV cache",
+            param="messages" if _is_chat(prompt) else "prompt",
+        )
 
     def _checked_ids(self, prompt: Any) -> TokenIds:
         """A copy of the given ids as int32, each of them within the vocabulary."""

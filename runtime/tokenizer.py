@@ -102,9 +102,8 @@ class Tokenizer:
         `add_special_tokens` puts in front (and behind) what the tokenizer always puts there, such
         as a beginning-of-text token. Raises RequestError for text that is no valid Unicode.
         """
-        _check_unicode(text)
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return np.array(encoding.ids, dtype=np.int32)
+        # One text goes as a batch of one: that call lets other threads run meanwhile.
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -116,6 +115,13 @@ class Tokenizer:
             list(texts), add_special_tokens=add_special_tokens
         )
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of text that the longest token stands for: no text of n bytes has fewer than
+        n / max_token_bytes tokens."""
+        tokens = (self.token_raw_bytes(token_id) for token_id in range(self.vocab_size))
+        return max(map(len, tokens), default=0)
 
     def decode(
         self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = True

@@ -154,7 +154,9 @@ class World:
     def chunk(self, choose: Choose) -> None:
         if sequence := self._pick(choose):
             room = min(len(sequence.tokens), len(sequence.table) * self.block_size)
-            self._compute(sequence, min(room, sequence.num_settled + 1 + choose(2 * self.block_size)))
+            self._compute(
+                sequence, min(room, sequence.num_settled + 1 + choose(2 * self.block_size))
+            )
 
     def decode(self, choose: Choose) -> None:
         sequence = self._pick(choose)

@@ -276,18 +276,18 @@ class TestSharing:
     def test_a_source_may_come_back_at_another_place_in_the_tree(self) -> None:
         """Its copier's end must find the leaf the block ends now, or that is never evicted."""
         cache = PrefixCache(64, 4)
-        owner, other = lease(cache, run(0, 8)), lease(cache, run(0, 3))
+        owner, other = lease(cache, run(0, 4)), lease(cache, run(0, 3))
         owner.publish(run(0, 2))
         copier = cache.acquire(joined(run(0, 2), run(50, 52)), 4)
         assert copier is not None and copier.copy is not None
         other.publish(run(0, 3))
         assert not cache._pool.in_tree[copier.copy.source]
-        owner.publish(run(0, 8))
+        owner.publish(run(0, 4))
         assert cache._pool.in_tree[copier.copy.source]
         for ended in (owner, other, copier):
             ended.release()
             cache.check()
-        assert cache.num_evictable_blocks == cache.evict(64) == 2
+        assert cache.num_evictable_blocks == cache.evict(64) == 1
         cache.check()
 
     def test_a_longer_leaf_replaces_a_partly_filled_one(self) -> None:
@@ -584,3 +584,77 @@ class TestErrors:
             holder.publish(other)
         assert fingerprint(cache) == before
         cache.check()
+
+    def test_another_sequence_of_the_tree_is_not_published(self) -> None:
+        cache = PrefixCache(16, 4)
+        serve(cache, run(50, 60))
+        holder = lease(cache, run(0, 12))
+        holder.publish(run(0, 10))
+        before = fingerprint(cache)
+        for other in (run(50, 58), run(50, 62)):
+            with pytest.raises(ValueError, match="differ"):
+                holder.publish(other)
+        assert fingerprint(cache) == before
+
+    def test_fewer_tokens_than_before_change_nothing_but_the_order_of_use(self) -> None:
+        cache = PrefixCache(8, 4)
+        holder = lease(cache, run(0, 12))
+        holder.publish(run(0, 10))
+        for num_tokens in (9, 8, 3, 0):
+            holder.publish(run(0, num_tokens))
+            assert (holder.num_shared_blocks, cache.num_cached_tokens) == (2, 10)
+            cache.check()
+        holder.release()
+        assert cache.evict(8) == 3
+
+
+class TestCheck:
+    """It is real: each thing that may go wrong is noticed."""
+
+    def cache(self) -> PrefixCache:
+        cache = PrefixCache(32, 4)
+        serve(cache, run(0, 10))
+        serve(cache, joined(run(0, 4), run(50, 56)))
+        held = lease(cache, joined(run(0, 8), run(70, 75)))
+        held.publish(joined(run(0, 8), run(70, 75)))
+        cache.check()
+        return cache
+
+    def test_a_wrong_count_is_noticed(self) -> None:
+        cache = self.cache()
+        cache._pool.refs[next(iter(cache._leases)).block_table[-1]] += 1
+        with pytest.raises(AssertionError, match="counts differ"):
+            cache.check()
+
+    def test_a_lease_without_the_blocks_above_its_own_is_noticed(self) -> None:
+        cache = self.cache()
+        (held,) = cache._leases
+        held._table = held._table[1:]
+        held.num_blocks -= 1
+        with pytest.raises(AssertionError, match="one above"):
+            cache.check()
+
+    def test_a_leaf_that_is_no_candidate_is_noticed(self) -> None:
+        cache = self.cache()
+        leaf = cache._queue.first()
+        assert leaf is not None
+        cache._queue.update(leaf, False)
+        with pytest.raises(AssertionError, match="candidates"):
+            cache.check()
+
+    def test_an_entry_with_an_old_key_is_noticed(self) -> None:
+        cache = self.cache()
+        leaf = cache._queue.first()
+        assert leaf is not None
+        leaf.last_used += 1
+        with pytest.raises(AssertionError, match="old entry"):
+            cache.check()
+
+    def test_a_block_lost_from_the_tree_is_noticed(self) -> None:
+        cache = self.cache()
+        leaf = cache._queue.first()
+        assert leaf is not None
+        cache._tree.trim(leaf, len(leaf.blocks))
+        cache._queue.update(leaf, False)
+        with pytest.raises(AssertionError, match="flags differ|candidates"):
+            cache.check()

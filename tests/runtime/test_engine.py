@@ -199,6 +199,16 @@ def test_a_prompt_longer_than_the_context_says_what_fits(tiny_model: Path) -> No
         assert len(output.outputs[0].token_ids) == 1
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_engine(tiny_model, max_model_len=64) as engine:
+        monkeypatch.setattr(engine.tokenizer, "encode", None)
+        for prompt in ("tree " * 10_000, [{"role": "user", "content": "tree " * 10_000}]):
+            with pytest.raises(ContextLengthError, match="at least [0-9]+"):
+                engine.generate(prompt, GREEDY)
+
+
 def test_a_prompt_longer_than_the_pool_is_refused(tiny_model: Path) -> None:
     with tiny_engine(tiny_model, num_kv_blocks=4) as engine:
         assert engine.info.max_model_len == 64
