@@ -9,6 +9,8 @@ with its share of eviction, `copied`, `publish` and `release`, of three kinds:
 - cold: nothing is;
 - chunked: cold, published after every 2,048 tokens.
 
+Times are CPU times of the thread, which other load disturbs less than the clock on the wall.
+
 Besides: one eviction among 50,000 leaves, a match that hits 8,191 tokens, and the memory of nodes
 and tokens.
 
@@ -67,7 +69,7 @@ def main() -> None:
             "num_groups": NUM_GROUPS,
             **{key: value for key, value in vars(arguments).items() if key != "out"},
         },
-        "unit": "microseconds, bytes",
+        "unit": "microseconds of CPU time, bytes",
         "request_by_num_nodes": request,
         "evict_one_of_50000_leaves": _evictions(50_000, arguments, draw),
         "memory": _memory(draw),
@@ -246,7 +248,7 @@ def _commit() -> str | None:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    print("microseconds, median (first to third quartile)")
+    print("microseconds of CPU time a request, median (first to third quartile)")
     print(f"{'nodes':>9}" + "".join(f"{k:>20}" for k in ("warm", "cold", "chunked", "match hit")))
     for size, kinds in result["request_by_num_nodes"].items():
         cells = [kinds[kind]["all"] for kind in ("warm", "cold", "chunked")]

@@ -215,8 +215,7 @@ class PrefixCache:
     def _acquire(
         self, tokens: bytes, max_cached: int, num_tokens: int, namespace: Namespace
     ) -> "Lease | None":
-        if num_tokens < 0:
-            raise ValueError(f"cannot make room for {num_tokens} tokens; ask for zero or more")
+        num_blocks = self._num_blocks_for(num_tokens)
         path = self._tree.find(namespace, tokens, max_cached)
         shared = path.block_ids
         # Held first, so that what is left of free + evictable is what the rest may take.
@@ -224,10 +223,10 @@ class PrefixCache:
         if path.num_rows:
             source = np.array([path.row_block], np.int32)
             self._pool.hold(source)
-            if not self._fits(self._num_new_blocks(path, num_tokens)):
+            if not self._fits(self._num_new_blocks(path, num_blocks)):
                 self._pool.release(source)
                 path.drop_rows()
-        num_new = self._num_new_blocks(path, num_tokens)
+        num_new = self._num_new_blocks(path, num_blocks)
         if not self._fits(num_new):
             self._pool.release(shared)
             return None
@@ -237,9 +236,15 @@ class PrefixCache:
         self._leases.add(lease)
         return lease
 
-    def _num_new_blocks(self, path: Path, num_tokens: int) -> int:
-        """How many blocks of its own a lease needs on a path, for `num_tokens` tokens in all."""
-        return -(-max(num_tokens, path.num_tokens) // self.block_size) - path.num_blocks
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        """How many blocks tokens take. Raises ValueError for a negative number of them."""
+        if num_tokens < 0:
+            raise ValueError(f"cannot make room for {num_tokens} tokens; ask for zero or more")
+        return -(-num_tokens // self.block_size)
+
+    def _num_new_blocks(self, path: Path, num_blocks: int) -> int:
+        """How many blocks of its own a lease on `path` needs, to have `num_blocks` or its rows."""
+        return max(num_blocks, self._num_blocks_for(path.num_tokens)) - path.num_blocks
 
     def _fits(self, num_blocks: int) -> bool:
         return num_blocks <= self._pool.num_free + self._pool.num_evictable
@@ -269,7 +274,7 @@ class PrefixCache:
         """Adopt the tree's blocks for a lease's settled tokens and add those it lacks."""
         num_tokens = len(tokens) // TOKEN_BYTES
         path = self._tree.find(lease.namespace, tokens, num_tokens)
-        own = lease.block_table[path.num_blocks : -(-num_tokens // self.block_size)]
+        own = lease.block_table[path.num_blocks : self._num_blocks_for(num_tokens)]
         if path.num_tokens == num_tokens:
             own = own[:0]
         theirs = path.block_ids
@@ -292,7 +297,8 @@ class PrefixCache:
         if own.size and self._pool.in_tree[own[0]]:
             # A block of ours that is in the tree already can only be the partly filled one that
             # we published, and only have grown.
-            is_same = self._tree.ends_in_partial_leaf(path) and path.row_block == own[0]
+            is_grown = self._tree.ends_in_partial_leaf(path) and path.row_block == own[0]
+            is_same = is_same and is_grown
         if not is_same:
             raise ValueError(
                 "the tokens differ from those that this lease was acquired for or has published; "
@@ -413,7 +419,7 @@ class Lease:
         O(blocks added), amortised.
         """
         self._check_live()
-        num_blocks = -(-num_tokens // self._cache.block_size)
+        num_blocks = self._cache._num_blocks_for(num_tokens)
         missing = num_blocks - self.num_blocks
         if missing <= 0:
             return True

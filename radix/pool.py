@@ -88,22 +88,23 @@ class BlockPool:
         self.refs[index] = counts + 1
 
     def release(self, block_ids: BlockIds) -> None:
-        """Take a holder from each block; those without one are free at once. O(n).
+        """Take a lease away as a holder of each block; those without one are free at once. O(n).
 
-        Raises ValueError if one has no holder.
+        Raises ValueError if no lease holds one.
         """
         if not block_ids.size:
             return
         index = block_ids.astype(np.intp)
+        in_tree = self.in_tree.take(index)
         counts = self.refs.take(index) - 1
-        if counts.min() < 0:
+        num_leases = counts - in_tree
+        if num_leases.min() < 0:
             raise ValueError(
-                f"blocks {block_ids[counts < 0].tolist()} have no holder left; "
+                f"no lease holds blocks {block_ids[num_leases < 0].tolist()}; "
                 "release each block once per hold"
             )
         self.refs[index] = counts
-        is_evictable = self.in_tree.take(index) & (counts == 1)
-        self.num_evictable += int(np.count_nonzero(is_evictable))
+        self.num_evictable += int(np.count_nonzero(in_tree & (num_leases == 0)))
         self._free_unheld(block_ids, counts)
 
     def num_shared(self, block_ids: BlockIds) -> int:

@@ -194,19 +194,17 @@ class RadixTree:
         Returns their ids. O(log(nodes of the tree)) and the copy of the blocks that stay.
         """
         keep = len(leaf.blocks) - num_blocks
-        key = self._key(leaf.parent, leaf)
         removed = leaf.blocks[keep:]
+        if keep == 0:
+            self._detach(leaf)
         del self._node_by_last_block[leaf.last_block]
+        leaf.blocks = leaf.blocks[:keep].copy()
         num_bytes = len(leaf.tokens)
         del leaf.tokens[keep * self._block_bytes :]
-        leaf.blocks = leaf.blocks[:keep].copy()
-        self.num_tokens -= (num_bytes - len(leaf.tokens)) // TOKEN_BYTES
-        self.num_blocks -= num_blocks
         if keep:
             self._node_by_last_block[leaf.last_block] = leaf
-        else:
-            del self._children[key]
-            self._forget_child(leaf.parent)
+        self.num_tokens -= (num_bytes - len(leaf.tokens)) // TOKEN_BYTES
+        self.num_blocks -= num_blocks
         return removed
 
     def walk(self) -> Iterator[tuple[int, Node]]:
@@ -232,10 +230,10 @@ class RadixTree:
             assert previous < key, "the children are not sorted"
             assert not (previous and key.startswith(previous)), "a sibling is a prefix of another"
             length = len(node.tokens) // TOKEN_BYTES
-            assert len(node.tokens) % TOKEN_BYTES == 0
+            assert len(node.tokens) % TOKEN_BYTES == 0, "a token is cut"
             assert len(node.blocks) == -(-length // self._block_size) > 0, "blocks do not fit"
             assert not (node.num_children and length % self._block_size), "an inner edge is cut"
-            assert node.namespace == node.parent.namespace
+            assert node.namespace == node.parent.namespace, "namespaces meet"
             num_children[node.parent] = num_children.get(node.parent, 0) + 1
             num_tokens += length
             num_blocks += len(node.blocks)
@@ -244,11 +242,14 @@ class RadixTree:
         assert len(visited) == len(self._children), "a node is out of reach"
         for node in [*self._roots.values(), *visited]:
             assert node.num_children == num_children.get(node, 0), "children are miscounted"
-        assert self._node_by_last_block == {node.last_block: node for node in visited}
+        ends = {node.last_block: node for node in visited}
+        assert self._node_by_last_block == ends, "a node is not found by its last block"
         for namespace, root in self._roots.items():
-            assert root.parent is None and root.namespace == namespace and not root.blocks.size
+            is_root = root.parent is None and root.namespace == namespace and not root.tokens
+            assert is_root, "a root is none"
             assert root.num_children, "an empty namespace has a root"
-        assert (num_tokens, num_blocks) == (self.num_tokens, self.num_blocks)
+        counted = self.num_tokens, self.num_blocks
+        assert (num_tokens, num_blocks) == counted, "tokens or blocks are miscounted"
 
     def _child(self, node: Node, tokens: bytes, position: int, limit: int) -> Node | None:
         """The child that shares the most of the block at `position`, None if not one token."""
@@ -287,8 +288,10 @@ class RadixTree:
             id=self._next_id, parent=parent, namespace=namespace, tokens=tokens, blocks=blocks
         )
 
-    def _forget_child(self, parent: Node | None) -> None:
-        """Count one child less, and drop a root that has none."""
+    def _detach(self, leaf: Node) -> None:
+        """Take a leaf from its parent, and drop a root that has no other child."""
+        parent = leaf.parent
+        del self._children[self._key(parent, leaf)]
         assert parent is not None, "a root is nobody's child"
         parent.num_children -= 1
         if parent.parent is None and parent.num_children == 0:

@@ -560,6 +560,8 @@ class TestErrors:
         cache = PrefixCache(8, 4)
         with pytest.raises(ValueError, match="-1 tokens"):
             cache.acquire(run(0, 4), -1)
+        with pytest.raises(ValueError, match="-1 tokens"):
+            lease(cache, run(0, 4)).extend(-1)
         with pytest.raises(ValueError, match="-1 blocks"):
             cache.evict(-1)
         with pytest.raises(ValueError, match="0 blocks"):

@@ -120,7 +120,7 @@ def test_the_best_child_is_found_among_many() -> None:
 
 
 def test_check_notices_what_is_wrong() -> None:
-    def expect(tree: RadixTree, message: str = "") -> None:
+    def expect(tree: RadixTree, message: str) -> None:
         with pytest.raises(AssertionError, match=message):
             tree.check()
 
@@ -135,11 +135,11 @@ def test_check_notices_what_is_wrong() -> None:
     expect(tree, "miscounted")
     tree, node = grown()
     tree.num_tokens += 1
-    expect(tree)
+    expect(tree, "tokens or blocks are miscounted")
     tree, node = grown()
     tree.split(node, 1)
     node.parent = None
-    expect(tree)
+    expect(tree, "nobody's child")
     tree = RadixTree(2)
     tree.append((), None, data(1), blocks(0))
     tree.append((), None, data(1, 2), blocks(1))
