@@ -16,6 +16,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
+from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -231,7 +232,8 @@ def _headline(info: Info) -> Text:
 
 
 def _request_table(run: Run, prompts: list[str]) -> Table:
-    table = Table(title=f"{run.title}: tokens of each request, in the order sent")
+    title = f"{run.title}: tokens of each request, in the order sent"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("#", "prompt", "cached", "computed", "generated"):
         table.add_column(name, justify="right")
     table.add_column("question", no_wrap=True)
@@ -269,29 +271,22 @@ def _run_table(runs: list[Run]) -> Table:
     table = Table(
         title="all runs, each on an empty cache",
         caption="per second of wall time; a prompt token from the cache counts as taken in",
+        box=box.SIMPLE_HEAD,
     )
     table.add_column("questions")
-    for name in (
-        "prompt\ntokens",
-        "from\ncache",
-        "rows\ncomputed",
-        "generated\ntokens",
-        "wall\nseconds",
-        "prompt\ntokens/s",
-        "generated\ntokens/s",
-    ):
-        table.add_column(name, justify="right")
     for run in runs:
-        table.add_row(
-            run.title,
-            f"{run.prompt_tokens:,}",
-            _share(run.cached_tokens, run.prompt_tokens),
-            f"{run.computed_tokens:,}",
-            f"{run.generated_tokens:,}",
-            f"{run.seconds:.2f}",
-            f"{run.prompt_tokens / run.seconds:,.0f}",
-            f"{run.generated_tokens / run.seconds:,.1f}",
-        )
+        table.add_column(run.title, justify="right")
+    measures: dict[str, Callable[[Run], str]] = {
+        "prompt tokens": lambda run: f"{run.prompt_tokens:,}",
+        "from the cache": lambda run: _share(run.cached_tokens, run.prompt_tokens),
+        "rows computed": lambda run: f"{run.computed_tokens:,}",
+        "generated tokens": lambda run: f"{run.generated_tokens:,}",
+        "wall seconds": lambda run: f"{run.seconds:.2f}",
+        "prompt tokens/s": lambda run: f"{run.prompt_tokens / run.seconds:,.0f}",
+        "generated tokens/s": lambda run: f"{run.generated_tokens / run.seconds:,.1f}",
+    }
+    for name, measure in measures.items():
+        table.add_row(name, *(measure(run) for run in runs))
     return table
 
 
