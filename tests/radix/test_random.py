@@ -6,15 +6,16 @@ SAPWOOD_RADIX_RUNS, for the slow test in SAPWOOD_RADIX_SLOW_RUNS.
 
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.radix.model import OPERATIONS, Choose, World
+from tests.radix.model import OPERATIONS, World
 
-NUM_RUNS = int(os.environ.get("SAPWOOD_RADIX_RUNS", "200"))
+NUM_RUNS = int(os.environ.get("SAPWOOD_RADIX_RUNS", "150"))
 NUM_SLOW_RUNS = int(os.environ.get("SAPWOOD_RADIX_SLOW_RUNS", "15000"))
 NUM_OPERATIONS = 70
 
@@ -44,6 +45,16 @@ def test_many_random_operations_agree_with_the_naive_model() -> None:
         run(seed)
 
 
+def operation(name: str, needs: str = "") -> Callable[..., None]:
+    """The rule that does one operation of the world, if it has sequences of a kind."""
+
+    def operate(machine: "CacheMachine", data: st.DataObject) -> None:
+        machine.world.operate(name, lambda n: data.draw(st.integers(0, n - 1)))
+
+    made: Callable[..., None] = rule(data=st.data())(operate)
+    return precondition(lambda machine: getattr(machine.world, needs))(made) if needs else made
+
+
 class CacheMachine(RuleBasedStateMachine):
     """The same operations, chosen and shrunk by hypothesis."""
 
@@ -53,10 +64,19 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self, num_blocks: int, block_size: int) -> None:
         self.world = World(num_blocks, block_size)
 
-    @rule(data=st.data(), name=st.sampled_from(sorted(OPERATIONS)))
-    def operate(self, data: st.DataObject, name: str) -> None:
-        choose: Choose = lambda n: data.draw(st.integers(0, n - 1))  # noqa: E731
-        self.world.operate(name, choose)
+    start = operation("start")
+    copied = operation("copied", needs="running")
+    chunk = operation("chunk", needs="running")
+    decode = operation("decode", needs="running")
+    draft = operation("draft", needs="running")
+    publish = operation("publish", needs="running")
+    fork = operation("fork", needs="running")
+    finish = operation("finish", needs="running")
+    preempt = operation("preempt", needs="running")
+    resume = operation("resume", needs="waiting")
+    abort = operation("abort", needs="running")
+    evict = operation("evict", needs="entries")
+    flush = operation("flush", needs="entries")
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
@@ -65,8 +85,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
-    max_examples=max(1, NUM_RUNS // 4),
-    stateful_step_count=NUM_OPERATIONS // 2,
+    max_examples=NUM_RUNS,
+    stateful_step_count=NUM_OPERATIONS,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -68,7 +68,10 @@ def check_all(model: str, texts: list[str], max_tokens: int, **options: object) 
             with preempting_every_step(engine):
                 preempted = answers(engine, prompts, max_tokens)
             assert ids_of(preempted) == expected, f"preempted, block size {block_size}"
-            assert all(output.metrics.num_preemptions > 0 for output in preempted)
+            # One that ends with its first token is done before it can be preempted.
+            longer = [output for output in preempted if len(output.outputs[0].token_ids) > 1]
+            assert len(longer) > len(prompts) // 2
+            assert all(output.metrics.num_preemptions > 0 for output in longer)
             assert_nothing_held(engine)
         chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
         with Engine(model, block_size=block_size, **chunked, **options) as engine:
