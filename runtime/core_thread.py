@@ -49,14 +49,13 @@ _Message = _Submit | _Abort | _FlushCache | _Tree | _Stop
 
 
 class CoreThread:
-    """A core, its thread, and the two queues. Thread-safe.
+    """The thread of a core, and the two queues. Thread-safe.
 
     `deliver` is called on a second thread with what each step has to tell, so that no caller's
     work is ever in the way of a step.
     """
 
     def __init__(self, core: EngineCore, deliver: Callable[[list[SequenceOutput]], None]) -> None:
-        self._core = core
         self._deliver = deliver
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._outbox: SimpleQueue[list[SequenceOutput] | None] = SimpleQueue()
@@ -64,7 +63,8 @@ class CoreThread:
         self._closed = False
         self._lock = threading.Lock()  # orders submissions and the close
         self._threads = [
-            threading.Thread(target=self._run_core, name="sapwood-core", daemon=True),
+            # Only its thread holds the core, so that the model's memory goes when the thread ends.
+            threading.Thread(target=self._run_core, args=(core,), name="sapwood-core", daemon=True),
             threading.Thread(target=self._run_delivery, name="sapwood-delivery", daemon=True),
         ]
         for thread in self._threads:
@@ -116,11 +116,11 @@ class CoreThread:
             for message in messages:
                 self._inbox.put(message)
 
-    def _run_core(self) -> None:
+    def _run_core(self, core: EngineCore) -> None:
         try:
-            while self._take_messages():
-                outputs = self._core.step()
-                self._stats = self._core.stats()
+            while self._take_messages(core):
+                outputs = core.step()
+                self._stats = core.stats()
                 if outputs:
                     self._outbox.put(outputs)
         except Exception:
@@ -131,31 +131,31 @@ class CoreThread:
             self._refuse_the_rest()
             self._outbox.put(None)
 
-    def _take_messages(self) -> bool:
+    def _take_messages(self, core: EngineCore) -> bool:
         """Handle what has arrived; wait for something if there is no work. False to stop."""
         try:
             while True:
-                message = self._inbox.get(block=not self._core.has_work)
-                if not self._handle(message):
+                message = self._inbox.get(block=not core.has_work)
+                if not self._handle(core, message):
                     return False
         except Empty:
             return True
 
-    def _handle(self, message: _Message) -> bool:
+    def _handle(self, core: EngineCore, message: _Message) -> bool:
         match message:
             case _Submit(request):
-                self._core.add(request)
+                core.add(request)
             case _Abort(request_id):
-                if outputs := self._core.abort(request_id):
+                if outputs := core.abort(request_id):
                     self._outbox.put(outputs)
             case _FlushCache(reply):
-                self._core.flush_cache()
+                core.flush_cache()
                 reply.set_result(None)
             case _Tree(reply):
-                reply.set_result(list(self._core.scheduler.cache.walk()))
+                reply.set_result(list(core.scheduler.cache.walk()))
             case _Stop():
                 return False
-        self._stats = self._core.stats()
+        self._stats = core.stats()
         return True
 
     def _refuse_the_rest(self) -> None:

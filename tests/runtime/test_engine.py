@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from sapwood import (
     SamplingParams,
 )
 from sapwood.runtime.engine_base import EngineBase
+from sapwood.runtime.model_runner import ModelRunner
+from sapwood.runtime.request import SampledToken
+from sapwood.runtime.step_plan import StepPlan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -282,18 +286,40 @@ def test_closing_ends_what_is_in_flight_with_an_error(tiny_model: Path) -> None:
     assert not engine.is_alive
 
 
+def test_closing_frees_the_model_without_waiting_for_the_collector(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[ModelRunner]] = []
+    run = ModelRunner.run
+
+    def noted(runner: ModelRunner, plan: StepPlan) -> list[SampledToken]:
+        made.append(weakref.ref(runner))
+        return run(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "run", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        engine = tiny_engine(tiny_model)
+        engine.generate("The quick", GREEDY)
+        assert made[0]() is not None
+        engine.close()
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_a_failing_step_is_an_error_for_its_callers_only(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tiny_engine(tiny_model) as engine:
         [before] = engine.generate("The quick", GREEDY)
-        runner = engine._core._core._executor
 
-        def broken(plan: object) -> None:
+        def broken(runner: ModelRunner, plan: object) -> None:
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "run", broken)
+            patch.setattr(ModelRunner, "run", broken)
             with pytest.raises(EngineError, match="no memory"):
                 engine.generate("The quick", GREEDY)
         [after] = engine.generate("The quick", GREEDY)

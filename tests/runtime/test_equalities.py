@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from sapwood import Engine, RequestOutput, SamplingParams
+from sapwood.runtime.scheduler import Scheduler
+from sapwood.runtime.step_plan import StepPlan
 from tests.runtime.test_engine import assert_nothing_held
 from tests.texts import PROMPTS, STEMS
 
@@ -32,18 +34,17 @@ def ids_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 @contextmanager
-def preempting_every_step(engine: Engine) -> Iterator[None]:
+def preempting_every_step() -> Iterator[None]:
     """Sends every running sequence back to wait before each plan."""
-    scheduler = engine._core._core.scheduler
-    plan = scheduler.plan
+    plan = Scheduler.plan
 
-    def preempt_and_plan(now: float) -> object:
+    def preempt_and_plan(scheduler: Scheduler, now: float) -> StepPlan | None:
         scheduler.preempt(scheduler.num_running)
-        return plan(now)
+        return plan(scheduler, now)
 
-    scheduler.plan = preempt_and_plan  # type: ignore[method-assign, assignment]
-    yield
-    scheduler.plan = plan  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "plan", preempt_and_plan)
+        yield
 
 
 def check_all(model: str, texts: list[str], max_tokens: int, **options: object) -> None:
@@ -65,7 +66,7 @@ def check_all(model: str, texts: list[str], max_tokens: int, **options: object) 
             engine.flush_cache()
             crowded = answers(engine, prompts, max_tokens, others=31)
             assert ids_of(crowded) == expected, f"with 31 others, block size {block_size}"
-            with preempting_every_step(engine):
+            with preempting_every_step():
                 preempted = answers(engine, prompts, max_tokens)
             assert ids_of(preempted) == expected, f"preempted, block size {block_size}"
             # One that ends with its first token is done before it can be preempted.
