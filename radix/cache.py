@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sapwood.radix.eviction import LRU, EvictionPolicy, EvictionQueue
 from sapwood.radix.namespace import Namespace, check_namespace
 from sapwood.radix.pool import BlockIds, BlockPool
-from sapwood.radix.tree import TOKEN_BYTES, Node, Path, RadixTree
+from sapwood.radix.tree import TOKEN_BYTES, Node, Path, RadixTree, TokenBytes
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 _Indices: TypeAlias = npt.NDArray[np.intp]
@@ -153,11 +153,12 @@ class PrefixCache:
             raise ValueError(f"cannot evict {num_blocks} blocks; ask for zero or more")
         num_freed, freed = 0, []
         while num_freed < num_blocks and (leaf := self._queue.first()) is not None:
-            # Counts never grow along an edge, so the blocks that only the tree holds end it.
-            last = leaf.blocks[-(num_blocks - num_freed) :]
-            num_last = len(last) - self._pool.num_shared(last)
-            freed.append(self._tree.trim(leaf, num_last))
-            num_freed += num_last
+            last = leaf.blocks[num_freed - num_blocks :]
+            if self._pool.refs[last[0]] > 1:
+                # Counts never grow along an edge: what leases hold comes first.
+                last = last[self._pool.num_shared(last) :]
+            freed.append(self._tree.trim(leaf, len(last)))
+            num_freed += len(last)
             self._requeue(leaf)
             if not leaf.blocks.size:
                 self._requeue(leaf.parent)
@@ -213,7 +214,7 @@ class PrefixCache:
         assert np.array_equal(refs, pool.refs), "the counts differ from the holders"
 
     def _acquire(
-        self, tokens: bytes, max_cached: int, num_tokens: int, namespace: Namespace
+        self, tokens: TokenBytes, max_cached: int, num_tokens: int, namespace: Namespace
     ) -> "Lease | None":
         num_blocks = self._num_blocks_for(num_tokens)
         path = self._tree.find(namespace, tokens, max_cached)
@@ -270,7 +271,7 @@ class PrefixCache:
             node.last_used = self._num_uses
         self._requeue(path.nodes[-1])
 
-    def _publish(self, lease: "Lease", tokens: bytes) -> None:
+    def _publish(self, lease: "Lease", tokens: TokenBytes) -> None:
         """Adopt the tree's blocks for a lease's settled tokens and add those it lacks."""
         num_tokens = len(tokens) // TOKEN_BYTES
         path = self._tree.find(lease.namespace, tokens, num_tokens)
@@ -278,7 +279,7 @@ class PrefixCache:
         if path.num_tokens == num_tokens:
             own = own[:0]
         theirs = path.block_ids
-        differing = np.flatnonzero(theirs != lease.block_table[: path.num_blocks])
+        (differing,) = (theirs != lease.block_table[: path.num_blocks]).nonzero()
         self._check_same_sequence(lease, path, differing, own)
         if differing.size:
             self._adopt(lease, differing, theirs[differing])
@@ -314,7 +315,7 @@ class PrefixCache:
         self._pool.release(own)
         lease.epoch += 1
 
-    def _insert(self, lease: "Lease", path: Path, tokens: bytes, own: BlockIds) -> None:
+    def _insert(self, lease: "Lease", path: Path, tokens: TokenBytes, own: BlockIds) -> None:
         """Add the blocks `own` behind the whole blocks of `path`."""
         if self._tree.ends_in_partial_leaf(path):
             # Ours continues it: it is taken out, and enters again grown if it is the same block.
@@ -492,8 +493,8 @@ class Lease:
             raise LeaseReleased("the lease was released; acquire another one")
 
 
-def _to_bytes(token_ids: TokenIds) -> bytes:
-    """The tokens as the tree compares them."""
+def _to_bytes(token_ids: TokenIds) -> memoryview:
+    """The tokens as the tree compares them, a view if they are contiguous."""
     if not isinstance(token_ids, np.ndarray) or token_ids.dtype != _INT32:
         kind = getattr(token_ids, "dtype", type(token_ids).__name__)
         raise TypeError(
@@ -504,4 +505,4 @@ def _to_bytes(token_ids: TokenIds) -> bytes:
         raise ValueError(
             f"token ids must be one-dimensional, got shape {token_ids.shape}; pass one sequence"
         )
-    return token_ids.tobytes()
+    return np.ascontiguousarray(token_ids).view(np.uint8).data

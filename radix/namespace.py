@@ -46,9 +46,7 @@ Namespace: TypeAlias = tuple[NamespacePart, ...]
 
 def check_namespace(namespace: Namespace) -> None:
     """Raise TypeError unless `namespace` is a tuple of `NamespacePart`. O(parts)."""
-    if not isinstance(namespace, tuple) or any(
-        type(part) is not NamespacePart for part in namespace
-    ):
+    if not isinstance(namespace, tuple) or any(type(p) is not NamespacePart for p in namespace):
         raise TypeError(
             f"a namespace must be a tuple of NamespacePart, got {namespace!r}; "
             "untyped parts of two kinds could meet, so wrap each in NamespacePart(kind, value)"

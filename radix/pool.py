@@ -77,6 +77,8 @@ class BlockPool:
         Raises ValueError if one is not in the tree: leases share blocks only through the tree,
         or the evictable ones could not be counted.
         """
+        if not block_ids.size:
+            return
         index = block_ids.astype(np.intp)
         if np.count_nonzero(self.in_tree.take(index)) < index.size:
             raise ValueError(
@@ -96,16 +98,19 @@ class BlockPool:
             return
         index = block_ids.astype(np.intp)
         in_tree = self.in_tree.take(index)
-        counts = self.refs.take(index) - 1
+        counts = self.refs.take(index)
         num_leases = counts - in_tree
-        if num_leases.min() < 0:
+        if np.count_nonzero(num_leases) < index.size:
             raise ValueError(
-                f"no lease holds blocks {block_ids[num_leases < 0].tolist()}; "
+                f"no lease holds blocks {block_ids[num_leases == 0].tolist()}; "
                 "release each block once per hold"
             )
-        self.refs[index] = counts
-        self.num_evictable += int(np.count_nonzero(in_tree & (num_leases == 0)))
-        self._free_unheld(block_ids, counts)
+        self.refs[index] = counts - 1
+        is_last = num_leases == 1
+        num_evictable = int(np.count_nonzero(is_last & in_tree))
+        self.num_evictable += num_evictable
+        if num_evictable < np.count_nonzero(is_last):
+            self._free_blocks(block_ids[is_last > in_tree])
 
     def num_shared(self, block_ids: BlockIds) -> int:
         """How many of the blocks have more than one holder. O(n)."""
@@ -144,7 +149,9 @@ class BlockPool:
         self.in_tree[index] = False
         self.refs[index] = counts
         self.num_tree_blocks -= block_ids.size
-        self.num_evictable -= self._free_unheld(block_ids, counts)
+        freed = block_ids[counts == 0]
+        self.num_evictable -= freed.size
+        self._free_blocks(freed)
 
     def check(self) -> None:
         """Assert the invariants that need no knowledge of the holders. O(blocks)."""
@@ -155,9 +162,8 @@ class BlockPool:
         assert self.num_tree_blocks == np.count_nonzero(self.in_tree)
         assert self.num_evictable == np.count_nonzero(self.in_tree & (self.refs == 1))
 
-    def _free_unheld(self, block_ids: BlockIds, counts: npt.NDArray[np.int32]) -> int:
-        """Put the blocks whose count is 0 on the stack, the first on top; how many they are."""
-        freed = block_ids[counts == 0][::-1]
-        self._free[self.num_free : self.num_free + freed.size] = freed
-        self.num_free += freed.size
-        return len(freed)
+    def _free_blocks(self, block_ids: BlockIds) -> None:
+        """Put blocks without a holder on the stack, the first on top."""
+        end = self.num_free + block_ids.size
+        self._free[self.num_free : end] = block_ids[::-1]
+        self.num_free = end

@@ -6,7 +6,7 @@ whole tokens are four bytes, so a common prefix in bytes, rounded down, is one i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from sortedcontainers import SortedDict
@@ -14,6 +14,8 @@ from sortedcontainers import SortedDict
 from sapwood.radix.namespace import Namespace
 from sapwood.radix.pool import BlockIds
 
+TokenBytes: TypeAlias = bytes | memoryview
+"""Token ids as the bytes of an int32 array; a slice of a memoryview copies nothing."""
 TOKEN_BYTES = 4
 _ID_BYTES = 8
 _NO_BLOCKS: BlockIds = np.empty(0, np.int32)
@@ -108,7 +110,7 @@ class RadixTree:
         self._node_by_last_block: dict[int, Node] = {}
         self._next_id = 0
 
-    def find(self, namespace: Namespace, tokens: bytes, max_tokens: int) -> Path:
+    def find(self, namespace: Namespace, tokens: TokenBytes, max_tokens: int) -> Path:
         """The longest path for the first `max_tokens` of `tokens`; changes nothing.
 
         O(nodes * log(nodes of the tree)) and a memcmp of the tokens.
@@ -119,10 +121,11 @@ class RadixTree:
         while node is not None and (node := self._child(node, tokens, position, limit)):
             nodes.append(node)
             edge = node.tokens
-            if len(edge) <= limit - position and tokens.startswith(edge, position):
+            rest = tokens[position : min(position + len(edge), limit)]
+            if len(rest) == len(edge) and edge.startswith(rest):
                 common = len(edge)
             else:
-                common = _num_common_bytes(tokens[position:limit], edge)
+                common = _num_common_bytes(rest, edge)
             position += common
             if common < len(edge) or common % self._block_bytes:
                 break
@@ -162,7 +165,7 @@ class RadixTree:
         return upper
 
     def append(
-        self, namespace: Namespace, node: Node | None, tokens: bytes, blocks: BlockIds
+        self, namespace: Namespace, node: Node | None, tokens: TokenBytes, blocks: BlockIds
     ) -> Node:
         """Add tokens behind a node that ends in a whole block, None for the namespace's root.
 
@@ -251,7 +254,7 @@ class RadixTree:
         counted = self.num_tokens, self.num_blocks
         assert (num_tokens, num_blocks) == counted, "tokens or blocks are miscounted"
 
-    def _child(self, node: Node, tokens: bytes, position: int, limit: int) -> Node | None:
+    def _child(self, node: Node, tokens: TokenBytes, position: int, limit: int) -> Node | None:
         """The child that shares the most of the block at `position`, None if not one token."""
         if not node.num_children or position >= limit:
             return None
@@ -298,7 +301,7 @@ class RadixTree:
             del self._roots[parent.namespace]
 
 
-def _num_common_bytes(a: bytes | bytearray, b: bytes | bytearray) -> int:
+def _num_common_bytes(a: TokenBytes, b: bytes | bytearray) -> int:
     """Bytes of the longest common prefix of whole tokens; neither may be empty. O(tokens)."""
     count = min(len(a), len(b)) // TOKEN_BYTES
     differs = np.frombuffer(a, np.int32, count) != np.frombuffer(b, np.int32, count)

@@ -97,6 +97,11 @@ class TestHits:
         assert cache.match(tokens(0x0A020304, 1)).num_tokens == 0
         assert cache.match(tokens(0x01020304, 0x0A020304, 1)).num_tokens == 1
 
+    def test_tokens_may_be_a_strided_view(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 40)[::2])
+        assert cache.match(np.ascontiguousarray(run(0, 40)[::2])).num_tokens == 19
+
     def test_match_says_what_acquire_would_share_and_what_is_held(self) -> None:
         cache = PrefixCache(64, 4)
         serve(cache, run(0, 16))
