@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-full lint bench clean
+.PHONY: demo test test-full lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sapwood demo

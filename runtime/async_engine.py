@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
@@ -90,28 +91,49 @@ class AsyncEngine(EngineBase[_Inbox]):
         Closing the iterator, or cancelling who reads it, ends the request.
         """
         ids = None if request_id is None else [request_id]
-        [request] = await asyncio.to_thread(self._requests, [input], sampling, ids)
-        builder = self._builder(request)
+        async with aclosing(self.stream_all([input], sampling, request_ids=ids)) as pieces:
+            async for _, output in pieces:
+                yield output
+
+    async def stream_all(
+        self,
+        inputs: Sequence[Input],
+        sampling: Sampling = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Answer a list of inputs piece by piece; each piece comes with its input's index.
+
+        All inputs are checked before any is submitted, and they are submitted together. Closing
+        the iterator ends what is unfinished.
+        """
+        requests = await asyncio.to_thread(self._requests, list(inputs), sampling, request_ids)
+        builders = {
+            request.request_id: (index, self._builder(request))
+            for index, request in enumerate(requests)
+        }
         inbox = _Inbox()
-        unfinished = {request.request_id}
-        self._submit([request], inbox)
+        unfinished = set(builders)
+        self._submit(requests, inbox)
         try:
             while unfinished:
                 told = await inbox.take()
                 if told.finished:
-                    unfinished.clear()
-                yield builder.add(told)
+                    unfinished.discard(told.request_id)
+                index, builder = builders[told.request_id]
+                yield index, builder.add(told)
         finally:
-            self._withdraw([request], unfinished)
+            self._withdraw(requests, unfinished)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its caller gets what there is, with finish reason "abort".
 
         False if no such request is in flight. The id is compared exactly.
         """
-        if request_id not in self._inboxes:
+        core_id = self._in_flight.get(request_id)
+        if core_id is None:
             return False
-        self._core.abort(request_id)
+        self._core.abort(core_id)
         return True
 
     async def flush_cache(self) -> None:
@@ -133,8 +155,8 @@ class AsyncEngine(EngineBase[_Inbox]):
             except RuntimeError:
                 # The loop is closed, and with it everyone who waited on it.
                 for _, told in deliveries:
-                    if told is not None and not told.finished:
-                        self._core.abort(told.request_id)
+                    if told is not None:
+                        self._abandon(told.request_id)
 
 
 def _put_all(deliveries: list[tuple[_Inbox, SequenceOutput | None]]) -> None:

@@ -1,6 +1,6 @@
 """From options to a core that is ready to step."""
 
-import os
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from sapwood.kernels import KERNELS, load_kernels
+from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
 from sapwood.radix import Namespace, NamespaceKind, NamespacePart, PrefixCache
 from sapwood.runtime.config import EngineConfig
 from sapwood.runtime.core import EngineCore
 from sapwood.runtime.errors import ConfigError
+from sapwood.runtime.memory import available_bytes
 from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.policy import load_policy
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.segmenter import Segmenter
 from sapwood.runtime.tokenizer import Tokenizer
 from sapwood.runtime.weights import load_model
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 2**30
 MAX_SHARE_OF_FREE_MEMORY = 0.5
@@ -84,7 +88,7 @@ def build_engine(config: EngineConfig, clock: Callable[[], float]) -> EnginePart
     block_size = config.cache.block_size
     spec = loaded.model.kv_spec(1, block_size)
     num_blocks = _num_blocks(config, spec.num_bytes, device)
-    kv = kernels.make_kv_cache(loaded.model.kv_spec(num_blocks, block_size))
+    kv = _make_kv_cache(kernels, loaded.model.kv_spec(num_blocks, block_size))
     max_model_len = _max_model_len(config, loaded.config.max_position_embeddings, num_blocks)
 
     def make_cache() -> PrefixCache:
@@ -143,13 +147,23 @@ def _num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
     elif device.type == "cuda":
         kv_bytes = int(torch.cuda.mem_get_info(device)[0] * MAX_SHARE_OF_FREE_MEMORY)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        kv_bytes = min(CPU_KV_BYTES, int(free * MAX_SHARE_OF_FREE_MEMORY))
+        kv_bytes = min(CPU_KV_BYTES, int(available_bytes() * MAX_SHARE_OF_FREE_MEMORY))
     if kv_bytes < block_bytes:
         raise ConfigError(
-            f"kv_cache_memory is {kv_bytes} bytes, one block takes {block_bytes}; raise it"
+            f"{kv_bytes} bytes are there for the KV cache, one block takes {block_bytes}; free "
+            "some memory, or set kv_cache_memory or a smaller block_size"
         )
     return kv_bytes // block_bytes
+
+
+def _make_kv_cache(kernels: Kernels, spec: KVCacheSpec) -> KVCache:
+    try:
+        return kernels.make_kv_cache(spec)
+    except RuntimeError as error:  # what torch raises where there is no memory
+        raise ConfigError(
+            f"the KV cache of {spec.num_blocks} blocks takes {spec.num_bytes} bytes, which cannot "
+            "be had; lower num_kv_blocks or kv_cache_memory"
+        ) from error
 
 
 def _max_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int:
@@ -158,7 +172,15 @@ def _max_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int
     asked = config.model.max_model_len
     if asked is not None and asked > model_len:
         raise ConfigError(f"max_model_len is {asked}, the model takes {model_len} tokens; lower it")
+    wanted = asked or model_len
     capacity = num_blocks * config.cache.block_size
     if capacity < 2:
         raise ConfigError(f"the KV cache holds {capacity} tokens, at least 2 are needed")
-    return min(asked or model_len, capacity)
+    if capacity < wanted:
+        logger.warning(
+            "the KV cache holds %d tokens, so requests may have that many and not %d; "
+            "raise kv_cache_memory or num_kv_blocks for longer ones",
+            capacity,
+            wanted,
+        )
+    return min(wanted, capacity)

@@ -36,8 +36,10 @@ class ModelOptions:
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
-        if not self.model:
-            raise ConfigError("model is empty; give a name, a folder, a .gguf file or a hub id")
+        for name in ("model", "device", "kernels"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{name} is {value!r}; it must be a name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _is_bool("prefix_caching", self.prefix_caching)
         if self.num_kv_blocks is not None:
             _at_least("num_kv_blocks", self.num_kv_blocks, 1)
         if self.kv_cache_memory is not None:
@@ -72,6 +75,9 @@ class SchedulerOptions:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_overtakes", self.max_overtakes, 1)
+        _is_bool("check_invariants", self.check_invariants)
+        if not isinstance(self.schedule_policy, str):
+            raise ConfigError(f"schedule_policy is {self.schedule_policy!r}; it must be a name")
         _one_of("mode", self.mode, tuple(BatchingMode))
         object.__setattr__(self, "mode", BatchingMode(self.mode))
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -117,6 +123,11 @@ def option_groups() -> Mapping[str, str]:
 def _at_least(name: str, value: Any, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+
+def _is_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be True or False")
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

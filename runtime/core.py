@@ -6,7 +6,7 @@ values, so that it can run on a thread or in a process of its own.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,12 +84,22 @@ class EngineCore:
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request at once; what there is to tell about it."""
-        output = self.scheduler.abort(request_id, self._clock())
-        return self._counted([] if output is None else [output])
+        try:
+            output = self.scheduler.abort(request_id, self._clock())
+            outputs = [] if output is None else [output]
+        except Exception as error:
+            logger.exception("an abort failed; the cache is dropped with all who held a part of it")
+            outputs = self._quarantine(error)
+        return self._counted(outputs)
 
-    def flush_cache(self) -> None:
-        """Drop every cached token that no running request holds."""
-        self.scheduler.cache.flush()
+    def flush_cache(self) -> list[SequenceOutput]:
+        """Drop every cached token that no running request holds; what there is to tell."""
+        try:
+            self.scheduler.cache.flush()
+        except Exception as error:
+            logger.exception("a flush failed; the cache is dropped with all who held a part of it")
+            return self._counted(self._quarantine(error))
+        return []
 
     def step(self) -> list[SequenceOutput]:
         """One plan, one forward pass, one commit; what there is to tell afterwards.
@@ -109,7 +119,10 @@ class EngineCore:
         except Exception as error:
             logger.exception("a step failed; its requests are ended and the cache is dropped")
             told = {output.request_id for output in outputs if output.finished}
-            outputs = [*outputs, *self._quarantine(plan, told, error)]
+            outputs += self._quarantine(error, plan, told)
+            if plan is None and not outputs:
+                # Those that wait would break the next plan too.
+                outputs = self._fail(self.scheduler.drop_waiting(), error)
         return self._counted(outputs)
 
     def stats(self) -> EngineStats:
@@ -132,23 +145,26 @@ class EngineCore:
         )
 
     def _quarantine(
-        self, plan: StepPlan | None, told: set[str], error: Exception
+        self, error: Exception, plan: StepPlan | None = None, told: Set[str] = frozenset()
     ) -> list[SequenceOutput]:
         """Fail whoever held a lease on the tree, drop the tree, and go on with an empty one.
 
-        Also those that a broken commit took off the running list without a word, and, where no
-        plan could be made with nobody running, those that wait: they would break the next one too.
+        Also those of the plan that a broken commit took off the running list without a word;
+        `told` have had their last one.
         """
         self._num_quarantines += 1
         lost = self.scheduler.drop_running(self._make_cache())
         if plan is not None:
-            waiting = {sequence.request_id for sequence in self.scheduler.waiting}
-            ids = waiting | {sequence.request_id for sequence in lost}
-            lost += [c.sequence for c in plan.chunks if c.sequence.request_id not in ids]
-        elif not lost:
-            lost = self.scheduler.drop_waiting()
+            known = {sequence.request_id for sequence in (*lost, *self.scheduler.waiting)}
+            lost += [c.sequence for c in plan.chunks if c.sequence.request_id not in known]
+        return self._fail([sequence for sequence in lost if sequence.request_id not in told], error)
+
+    def _fail(self, sequences: list[Sequence], error: Exception) -> list[SequenceOutput]:
+        reason = (
+            f"the engine failed while it worked on this request: {error!r}; it can be sent again"
+        )
         now = self._clock()
-        return [_failure(seq, error, now) for seq in lost if seq.request_id not in told]
+        return [sequence.failure(reason, now) for sequence in sequences]
 
     def _counted(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
         for output in outputs:
@@ -157,12 +173,3 @@ class EngineCore:
             elif output.finish_reason is not None:
                 self._num_finished_by_reason[output.finish_reason.value] += 1
         return outputs
-
-
-def _failure(sequence: Sequence, error: Exception, now: float) -> SequenceOutput:
-    return SequenceOutput(
-        request_id=sequence.request_id,
-        error=f"the engine failed while it worked on this request: {error!r}; it can be sent again",
-        num_cached_tokens=sequence.num_cached_prompt_tokens or 0,
-        metrics=sequence.metrics(finished_time=now),
-    )

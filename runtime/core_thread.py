@@ -149,10 +149,14 @@ class CoreThread:
                 if outputs := core.abort(request_id):
                     self._outbox.put(outputs)
             case _FlushCache(reply):
-                core.flush_cache()
+                if outputs := core.flush_cache():
+                    self._outbox.put(outputs)
                 reply.set_result(None)
             case _Tree(reply):
-                reply.set_result(list(core.scheduler.cache.walk()))
+                try:
+                    reply.set_result(list(core.scheduler.cache.walk()))
+                except Exception as error:
+                    reply.set_exception(error)
             case _Stop():
                 return False
         self._stats = core.stats()

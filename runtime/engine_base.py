@@ -45,7 +45,8 @@ class EngineBase(Generic[InboxT]):
             namespace=parts.namespace,
         )
         self._inboxes: dict[str, InboxT] = {}  # by request id
-        self._lock = threading.Lock()  # between the check of an id and its use
+        self._in_flight: dict[str, str] = {}  # request id by caller's id
+        self._lock = threading.Lock()  # over the two
         self._core = CoreThread(parts.core, self._deliver)
 
     def stats(self) -> EngineStats:
@@ -82,7 +83,7 @@ class EngineBase(Generic[InboxT]):
                 param="inputs",
             )
         prompts: list[Any] = [inputs] if is_single(inputs) else list(inputs)
-        if sampling is None or isinstance(sampling, SamplingParams):
+        if not isinstance(sampling, Sequence):
             sampling = [sampling] * len(prompts)  # type: ignore[list-item]
         ids: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
         for name, given in (("sampling", sampling), ("request_ids", ids)):
@@ -93,8 +94,8 @@ class EngineBase(Generic[InboxT]):
                 )
         now = self._clock()
         return [
-            self._inputs.process(prompt, params, request_id=request_id, now=now)
-            for prompt, params, request_id in zip(prompts, sampling, ids, strict=True)
+            self._inputs.process(prompt, params, caller_id=caller_id, now=now)
+            for prompt, params, caller_id in zip(prompts, sampling, ids, strict=True)
         ]
 
     def _builder(self, request: Request) -> AnswerBuilder:
@@ -103,18 +104,18 @@ class EngineBase(Generic[InboxT]):
     def _submit(self, requests: Sequence[Request], inbox: InboxT) -> None:
         """Hand requests to the core, their outputs to `inbox`.
 
-        Raises RequestError where an id is in use, EngineClosedError after `close`.
+        Raises RequestError where a caller's id is in use, EngineClosedError after `close`.
         """
         with self._lock:
-            in_flight = set(self._inboxes)
+            in_use = dict(self._in_flight)
             for request in requests:
-                if request.request_id in in_flight:
+                if request.caller_id in in_use:
                     raise RequestError(
-                        f"request id {request.request_id!r} is in use; wait for it or choose "
-                        "another",
+                        f"request id {request.caller_id!r} is in use; wait for it or take another",
                         param="request_id",
                     )
-                in_flight.add(request.request_id)
+                in_use[request.caller_id] = request.request_id
+            self._in_flight = in_use
             for request in requests:
                 self._inboxes[request.request_id] = inbox
         try:
@@ -125,7 +126,17 @@ class EngineBase(Generic[InboxT]):
 
     def _withdraw(self, requests: Sequence[Request], unfinished: Iterable[str]) -> None:
         """Expect nothing more of these requests, and end those that are unfinished."""
-        for request in requests:
-            self._inboxes.pop(request.request_id, None)
         for request_id in unfinished:
             self._core.abort(request_id)
+        with self._lock:
+            for request in requests:
+                self._inboxes.pop(request.request_id, None)
+                self._in_flight.pop(request.caller_id, None)
+
+    def _abandon(self, request_id: str) -> None:
+        """End a request whose caller is gone without having withdrawn it."""
+        self._core.abort(request_id)
+        with self._lock:
+            self._inboxes.pop(request_id, None)
+            for caller_id in [c for c, r in self._in_flight.items() if r == request_id]:
+                del self._in_flight[caller_id]

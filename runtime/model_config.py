@@ -10,13 +10,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sapwood.runtime.checkpoint_json import field_of, token_ids_of
 from sapwood.runtime.errors import ModelError, UnsupportedModelError
 from sapwood.runtime.models import MODELS
 
 DTYPES = ("float32", "bfloat16", "float16")
+_MAX_COUNT = 100_000  # layers, heads: far above any model, and nothing is built in vain
+_MAX_SIZE = 2**31
 
 
 class RopeKind(StrEnum):
@@ -42,9 +46,10 @@ class RopeConfig:
     original_max_position: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("theta", "factor", "original_max_position"):
+        for name in ("theta", "factor"):
             if getattr(self, name) <= 0:
                 raise ModelError(f"config.json: rope {name} is {getattr(self, name)}, not positive")
+        _check_range("rope original_max_position", self.original_max_position, 1, _MAX_SIZE)
         if self.kind is RopeKind.LLAMA3 and self.low_freq_factor >= self.high_freq_factor:
             raise ModelError(
                 f"config.json: rope low_freq_factor {self.low_freq_factor} is not below "
@@ -79,18 +84,16 @@ class ModelConfig:
     dtype: str
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            if getattr(self, name) <= 0:
-                raise ModelError(f"config.json: {name} is {getattr(self, name)}, not positive")
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            _check_range(name, getattr(self, name), 1, _MAX_COUNT)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"):
+            _check_range(name, getattr(self, name), 1, _MAX_SIZE)
+        # A prompt of one token and an answer of one.
+        _check_range("max_position_embeddings", self.max_position_embeddings, 2, _MAX_SIZE)
+        if self.rms_norm_eps <= 0:
+            raise UnsupportedModelError(
+                f"config.json: rms_norm_eps is {self.rms_norm_eps}, not positive"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"config.json: num_attention_heads {self.num_attention_heads} is not a multiple "
@@ -125,42 +128,41 @@ def parse_model_config(
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not served; served are {', '.join(MODELS)}"
         )
-    if quantization := raw.get("quantization_config"):
+    if quantization := field_of(raw, "quantization_config", dict, {}, where="config.json"):
         method = quantization.get("quant_method", "an unnamed method")
         raise UnsupportedModelError(
             f"weights quantised by {method} are not served; load the model's float weights"
         )
     if (hidden_act := raw.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(f"hidden_act {hidden_act!r} is not served; served is silu")
-    try:
-        num_heads = int(raw["num_attention_heads"])
-        return ModelConfig(
-            model_type=model_type,
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_hidden_layers=int(raw["num_hidden_layers"]),
-            num_attention_heads=num_heads,
-            num_key_value_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // num_heads),
-            max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=_parse_rope(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_eos_token_ids(raw, generation or {}),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        )
-    except KeyError as error:
-        raise ModelError(f"config.json lacks {error.args[0]!r}") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(f"config.json is malformed: {error}") from error
+    field = partial(field_of, raw, where="config.json")
+    hidden_size = field("hidden_size", int)
+    num_heads = field("num_attention_heads", int)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=field("vocab_size", int),
+        hidden_size=hidden_size,
+        intermediate_size=field("intermediate_size", int),
+        num_hidden_layers=field("num_hidden_layers", int),
+        num_attention_heads=num_heads,
+        num_key_value_heads=field("num_key_value_heads", int, num_heads),
+        head_dim=field("head_dim", int, hidden_size // max(num_heads, 1)),
+        max_position_embeddings=field("max_position_embeddings", int, 2048),
+        rms_norm_eps=field("rms_norm_eps", float, 1e-6),
+        rope=_parse_rope(raw),
+        tie_word_embeddings=field("tie_word_embeddings", bool, False),
+        attention_bias=field("attention_bias", bool, False),
+        mlp_bias=field("mlp_bias", bool, False),
+        bos_token_id=next(iter(token_ids_of(raw, "bos_token_id", where="config.json")), None),
+        eos_token_ids=_eos_token_ids(raw, generation or {}),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+    )
 
 
 def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    parameters: dict[str, Any] = field_of(raw, name, dict, {}, where="config.json")
+    field = partial(field_of, parameters, where=f"config.json: {name}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in tuple(RopeKind):
         raise UnsupportedModelError(
@@ -168,30 +170,33 @@ def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
         )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("rotary embedding of a part of each head is not served")
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    theta = field("rope_theta", float, field_of(raw, "rope_theta", float, 1e4, where="config.json"))
     if kind == RopeKind.DEFAULT:
         return RopeConfig(theta=theta)
     if kind == RopeKind.LINEAR:
-        return RopeConfig(theta=theta, kind=RopeKind.LINEAR, factor=float(parameters["factor"]))
+        return RopeConfig(theta=theta, kind=RopeKind.LINEAR, factor=field("factor", float))
+    context = field_of(raw, "max_position_embeddings", int, 2048, where="config.json")
     return RopeConfig(
         theta=theta,
         kind=RopeKind.LLAMA3,
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
-        original_max_position=int(
-            parameters.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-        ),
+        factor=field("factor", float),
+        low_freq_factor=field("low_freq_factor", float),
+        high_freq_factor=field("high_freq_factor", float),
+        original_max_position=field("original_max_position_embeddings", int, context),
     )
 
 
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UnsupportedModelError(
+            f"config.json: {name} is {value!r:.40}; it must be {low} to {high}"
+        )
+
+
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    found: dict[int, None] = {}
-    for source in (raw, generation):
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            found.update(dict.fromkeys(int(i) for i in (ids if isinstance(ids, list) else [ids])))
-    return tuple(found)
+    found = token_ids_of(raw, "eos_token_id", where="config.json")
+    more = token_ids_of(generation, "eos_token_id", where="generation_config.json")
+    return tuple(dict.fromkeys([*found, *more]))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -199,7 +204,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent} has no {path.name}: it is not a model's folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ModelError(f"{path} holds {type(parsed).__name__}, a JSON object was expected")

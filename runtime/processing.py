@@ -3,6 +3,7 @@
 The only place where text meets tokens. Runs on the caller's side, never in the core.
 """
 
+import itertools
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
@@ -46,13 +47,14 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._namespace = namespace
+        self._serial_numbers = itertools.count()
 
     def process(
         self,
         prompt: Input,
         sampling: SamplingParams | None,
         *,
-        request_id: str | None,
+        caller_id: str | None,
         now: float,
     ) -> Request:
         """A request for the core. Raises RequestError; cost: that of tokenising."""
@@ -73,7 +75,8 @@ class InputProcessor:
                 )
         token_ids.flags.writeable = False
         return Request(
-            request_id=request_id if request_id is not None else f"req-{uuid.uuid4().hex}",
+            request_id=str(next(self._serial_numbers)),
+            caller_id=caller_id if caller_id is not None else f"req-{uuid.uuid4().hex}",
             prompt_token_ids=token_ids,
             sampling=sampling,
             max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
@@ -171,7 +174,7 @@ class AnswerBuilder:
             stop_reason=told.stop_reason,
         )
         output = RequestOutput(
-            request_id=told.request_id,
+            request_id=self._request.caller_id,
             prompt_token_ids=self._request.prompt_token_ids,
             outputs=(piece,),
             num_cached_tokens=told.num_cached_tokens,

@@ -4,7 +4,7 @@ Knows no tensors and reads no clock.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -23,9 +23,12 @@ class Request:
     """A checked request: it fits the context, and its options are within their ranges.
 
     `max_tokens` and `seed` are settled here, so that nothing below has to decide them.
+    `request_id` is the engine's own and never used twice: what is still told of a request that its
+    caller has left cannot reach another one. `caller_id` is the name that the caller gave it.
     """
 
     request_id: str
+    caller_id: str
     prompt_token_ids: TokenIds  # int32 [num_prompt_tokens], at least one
     sampling: SamplingParams
     max_tokens: int
@@ -134,6 +137,15 @@ class Sequence:
         self._buffer[self.num_tokens] = token_id
         self.num_tokens += 1
 
+    def failure(self, error: str, now: float) -> "SequenceOutput":
+        """What there is to tell when it cannot go on."""
+        return SequenceOutput(
+            request_id=self.request_id,
+            error=error,
+            num_cached_tokens=self.num_cached_prompt_tokens or 0,
+            metrics=self.metrics(finished_time=now),
+        )
+
     def metrics(self, finished_time: float | None = None) -> RequestMetrics:
         return RequestMetrics(
             arrival_time=self.request.arrival_time,
@@ -203,7 +215,11 @@ class WaitingQueue:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token drawn for one chunk, with log-probabilities if they were asked for."""
+    """The token drawn for one chunk, with log-probabilities if they were asked for.
+
+    `is_sound` is False where the model gave no finite logits, and then there is no token.
+    """
 
     token_id: int
-    logprobs: TokenLogprobs | None = field(default=None)
+    logprobs: TokenLogprobs | None = None
+    is_sound: bool = True

@@ -43,6 +43,9 @@ class SamplingRow:
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Draw one token for each row of `logits` float32 [num_rows, vocab_size]; may overwrite them.
 
+    A row without a finite maximum (a broken checkpoint, float16 beyond its range) is told as not
+    sound and disturbs no other.
+
     O(num_rows * vocab_size), and a sort of each row that has top_k or top_p.
     """
     if not rows:
@@ -52,15 +55,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         if row.banned_token_ids:
             banned = [i for i in row.banned_token_ids if i < logits.shape[1]]
             logits[index, banned] = -torch.inf
-    token_ids = logits.argmax(dim=-1)
-    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    best = logits.max(dim=-1)
+    token_ids = best.indices
+    is_sound: list[bool] = best.values.isfinite().tolist()  # NaN and infinities show in the maximum
+    drawn = [i for i, row in enumerate(rows) if is_sound[i] and not row.params.is_greedy]
     if drawn:
         chosen = [rows[i] for i in drawn]
         token_ids[drawn] = _draw(_filtered(logits[drawn], chosen), chosen)
     tokens: list[int] = token_ids.tolist()
     return [
-        SampledToken(token, None if row_logprobs is None else row_logprobs.at(token))
-        for token, row_logprobs in zip(tokens, logprobs, strict=True)
+        SampledToken(token, None if row_logprobs is None else row_logprobs.at(token), sound)
+        for token, row_logprobs, sound in zip(tokens, logprobs, is_sound, strict=True)
     ]
 
 

@@ -15,6 +15,7 @@ MAX_STOP_LENGTH = 1024  # characters, of one stop string
 MAX_STOP_TOKEN_IDS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +48,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_token_ids(self.stop_token_ids))
-        _check_int("max_tokens", self.max_tokens, low=1, high=None, optional=True)
-        _check_int("min_tokens", self.min_tokens, low=0, high=None)
+        _check_int("max_tokens", self.max_tokens, low=1, high=MAX_COUNT, optional=True)
+        _check_int("min_tokens", self.min_tokens, low=0, high=MAX_COUNT)
         _check_float("temperature", self.temperature, low=0.0, high=100.0)
         _check_float("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
-        _check_int("top_k", self.top_k, low=-1, high=None)
+        _check_int("top_k", self.top_k, low=-1, high=MAX_COUNT)
         if self.top_k == 0:
             raise RequestError("top_k is 0; use -1 for all tokens or at least 1", param="top_k")
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
@@ -76,16 +77,15 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def _check_int(
-    name: str, value: Any, *, low: int, high: int | None, optional: bool = False
-) -> None:
+def _check_int(name: str, value: Any, *, low: int, high: int, optional: bool = False) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be a whole number, not {value!r}", param=name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} is {value}; it must be {limit}", param=name)
+    if not low <= value <= high:
+        # A number of a thousand digits is not repeated to who sent it.
+        given = str(value) if abs(value) < 2**64 else "out of range"
+        raise RequestError(f"{name} is {given}; it must be from {low} to {high}", param=name)
 
 
 def _check_float(name: str, value: Any, *, low: float, high: float, open_low: bool = False) -> None:
@@ -130,5 +130,5 @@ def _as_token_ids(ids: Any) -> tuple[int, ...]:
             param="stop_token_ids",
         )
     for token_id in ids:
-        _check_int("stop_token_ids", token_id, low=0, high=2**31 - 1)
+        _check_int("stop_token_ids", token_id, low=0, high=MAX_COUNT)
     return tuple(ids)

@@ -133,7 +133,7 @@ class Scheduler:
 
     def preempt(self, num_sequences: int = 1) -> int:
         """Send the newest running sequences back to wait; how many there were to send."""
-        victims = self._running[-num_sequences:]
+        victims = self._running[max(0, len(self._running) - num_sequences) :]
         for victim in reversed(victims):
             self._preempt(victim)
         return len(victims)
@@ -205,15 +205,16 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Publish and release, so that the resume is a cache hit."""
         logger.debug("preempt %s", sequence.request_id)
+        self._waiting.add_preempted(sequence)
         self._leave(sequence)
         sequence.num_preemptions += 1
         self.counters.num_preemptions += 1
-        self._waiting.add_preempted(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Give the lease back; the tree keeps what was computed."""
+    def _leave(self, sequence: Sequence, publish: bool = True) -> None:
+        """Give the lease back; the tree keeps what was computed, unless it is not to be trusted."""
         lease = sequence.held_lease
-        lease.publish(sequence.settled_token_ids)
+        if publish:
+            lease.publish(sequence.settled_token_ids)
         lease.release()
         sequence.lease = None
         sequence.num_computed = 0
@@ -381,6 +382,13 @@ class Scheduler:
             lease.publish(sequence.settled_token_ids)
 
     def _take(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceOutput:
+        if not token.is_sound:
+            self._leave(sequence, publish=False)
+            return sequence.failure(
+                "the model gave no finite logits for this request; its numbers left the range of "
+                "the dtype, or the checkpoint is broken: try float32, or check the weights",
+                now,
+            )
         sequence.append(token.token_id)
         self.counters.generated_tokens += 1
         if sequence.first_token_time is None:

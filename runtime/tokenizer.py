@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
 from sapwood.runtime.chat_template import ChatTemplate
+from sapwood.runtime.checkpoint_json import field_of, token_ids_of, wrong_field
 from sapwood.runtime.errors import RequestError, UnsupportedModelError
 
 TokenIds = NDArray[np.int32]
@@ -53,7 +54,7 @@ class Tokenizer:
         """Read `tokenizer.json` and what the files beside it say of end tokens and chat.
 
         End tokens are all those that generation_config.json, config.json and the tokenizer's own
-        files name. Raises UnsupportedModelError where tokenizer.json is missing or broken.
+        files name. Raises UnsupportedModelError where tokenizer.json is missing or any is broken.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -72,19 +73,21 @@ class Tokenizer:
             **_special_tokens(_read_json(folder / "special_tokens_map.json")),
             **_special_tokens(tokenizer_config),
         }
-        text_config = config.get("text_config") or config
+        text_config = field_of(config, "text_config", dict, {}, where="config.json") or config
+        generation = _read_json(folder / "generation_config.json")
+        end_token = backend.token_to_id(special_tokens.get("eos_token", ""))
         eos_ids = [
-            *_as_ids(_read_json(folder / "generation_config.json").get("eos_token_id")),
-            *_as_ids(text_config.get("eos_token_id")),
-            *_as_ids(config.get("eos_token_id")),
-            *_as_ids(backend.token_to_id(special_tokens.get("eos_token", ""))),
+            *token_ids_of(generation, "eos_token_id", where="generation_config.json"),
+            *token_ids_of(text_config, "eos_token_id", where="config.json"),
+            *token_ids_of(config, "eos_token_id", where="config.json"),
+            *([] if end_token is None else [end_token]),
         ]
         return cls(
             backend,
             special_tokens=special_tokens,
             eos_token_ids=tuple(dict.fromkeys(eos_ids)),
             chat_template=_chat_template(folder, tokenizer_config),
-            model_vocab_size=text_config.get("vocab_size") or 0,
+            model_vocab_size=field_of(text_config, "vocab_size", int, 0, where="config.json"),
         )
 
     @property
@@ -209,7 +212,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} must hold a JSON object")
@@ -226,21 +229,23 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _as_ids(value: int | Sequence[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
-
-
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """A file of its own comes first; of several named templates the default one is taken."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    where, template = "tokenizer_config.json", tokenizer_config.get("chat_template")
+    if not isinstance(template, list):
+        return field_of(tokenizer_config, "chat_template", str, "", where=where) or None
+    named = {}
+    for entry in template:
+        match entry:
+            case {"name": str(name), "template": str(text)}:
+                named[name] = text
+            case _:
+                wanted = "an object with a name and a template"
+                raise wrong_field(where, "an entry of chat_template", entry, wanted)
+    return named.get("default")
 
 
 def _byte_rule(decoder: Any) -> Callable[[str], bytes]:

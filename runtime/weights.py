@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DUMMY_STANDARD_DEVIATION = 0.02
 _MAX_NAMES_IN_ERROR = 5
+_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them; float8 needs scales
 
 
 class LoadFormat(StrEnum):
@@ -177,7 +178,9 @@ def _read_weights(
     found: dict[str, tuple[int, ...]] = {}
     files = [_open_safetensors(path, device) for path in _safetensors_files(folder)]
     for file in files:
-        found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        found |= {name: tuple(stored.get_shape()) for name, stored in slices.items()}
+        _check_dtypes(folder, {n: s.get_dtype() for n, s in slices.items() if n in expected})
     unused = model_class.unused_weights(config, found)
     _check_shapes(folder, {n: s for n, s in found.items() if n not in unused}, expected)
     for file in files:
@@ -219,6 +222,15 @@ def _open_safetensors(path: Path, device: torch.device) -> Any:
         return safe_open(path, framework="pt", device=str(device))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _check_dtypes(folder: Path, dtypes: Mapping[str, str]) -> None:
+    for name, dtype in dtypes.items():
+        if dtype not in _FLOATS:
+            raise UnsupportedModelError(
+                f"the checkpoint in {folder} has {name} as {dtype}; served are weights in "
+                f"{', '.join(_FLOATS)}"
+            )
 
 
 def _check_shapes(

@@ -26,9 +26,14 @@ _SOUND_ID = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 PING = b": ping\n\n"  # an SSE comment: proxies and clients see life, parsers skip it
 
 
+def is_sound_id(request_id: str) -> bool:
+    """Whether it can stand in a header and in a line of the log."""
+    return _SOUND_ID.fullmatch(request_id) is not None
+
+
 def id_headers(request_id: str) -> dict[str, str]:
     """The header that names a request; none for an id that cannot stand in one."""
-    return {"x-request-id": request_id} if _SOUND_ID.fullmatch(request_id) else {}
+    return {"x-request-id": request_id} if is_sound_id(request_id) else {}
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -30,7 +30,7 @@ class TokenTexts(Protocol):
 class ServingEngine(Protocol):
     """An engine behind the endpoints.
 
-    Cancelling `generate`, and closing what `stream` returned, aborts the requests.
+    Cancelling `generate`, and closing what `stream_all` returned, aborts the requests.
     """
 
     @property
@@ -47,8 +47,12 @@ class ServingEngine(Protocol):
         *,
         request_ids: Sequence[str],
     ) -> list[RequestOutput]: ...
-    def stream(
-        self, input: Input, sampling: SamplingParams, *, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]: ...
+    def stream_all(
+        self,
+        inputs: Sequence[Input],
+        sampling: Sequence[SamplingParams],
+        *,
+        request_ids: Sequence[str],
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]: ...
     async def flush_cache(self) -> None: ...
     def close(self) -> None: ...

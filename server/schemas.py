@@ -27,6 +27,7 @@ from pydantic_core import PydanticCustomError
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import json_path
+from sapwood.server.connection import is_sound_id
 from sapwood.server.engine import Input
 from sapwood.server.errors import ApiError
 
@@ -37,6 +38,7 @@ MAX_PROMPTS = 1024  # of one request
 
 Accepted = Any
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+ID_RULE = "must be 1 to 200 letters, digits and . : - _"
 
 
 class Wire(BaseModel):
@@ -56,6 +58,15 @@ def refused(way_out: str, *neutral: Any) -> AfterValidator:
             raise PydanticCustomError("unsupported", "{way_out}", {"way_out": way_out})
 
     return AfterValidator(check)
+
+
+def _sound_id(value: str) -> str:
+    if not is_sound_id(value):
+        raise PydanticCustomError("request_id", ID_RULE)
+    return value
+
+
+RequestId = Annotated[str, AfterValidator(_sound_id)]
 
 
 def _one_or_many(value: Any) -> Any:

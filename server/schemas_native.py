@@ -9,9 +9,11 @@ from pydantic import WithJsonSchema
 
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import checked, json_path
+from sapwood.server.connection import is_sound_id
 from sapwood.server.engine import Input
 from sapwood.server.errors import ApiError
 from sapwood.server.schemas import (
+    ID_RULE,
     Accepted,
     Int64,
     Stop,
@@ -121,11 +123,11 @@ class GenerateRequest(Wire):
     stream: bool | None = None
 
     log_metrics: Accepted = None
-    no_logs: Accepted = None
     custom_labels: Accepted = None
     conversation_id: Accepted = None
     routing_key: Accepted = None
 
+    no_logs: Annotated[Any, refused(_NOT_YET, False)] = None
     image_data: Annotated[Any, refused(_NO_MEDIA, [])] = None
     video_data: Annotated[Any, refused(_NO_MEDIA, [])] = None
     audio_data: Annotated[Any, refused(_NO_MEDIA, [])] = None
@@ -174,13 +176,16 @@ class GenerateRequest(Wire):
         return result
 
     def request_ids(self, num_prompts: int) -> list[str]:
-        """The caller's ids, or new ones; one id for a batch is told apart by a counter."""
-        if self.rid is None:
-            return [uuid4().hex for _ in range(num_prompts)]
+        """The caller's ids, or new ones; one id for a batch is told apart by a counter.
+
+        Raises ApiError.
+        """
         rids = self._per_prompt("rid", str, num_prompts)
+        if not all(rid is None or is_sound_id(rid) for rid in rids):
+            raise ApiError(400, f"rid {ID_RULE}", param="rid")
         if num_prompts > 1 and isinstance(self.rid, str):
             return [f"{rid}_{i}" for i, rid in enumerate(rids)]
-        return rids
+        return [uuid4().hex if rid is None else rid for rid in rids]
 
     def _per_prompt(self, field: str, kind: type, num_prompts: int) -> list[Any]:
         """A field's value for each prompt."""

@@ -15,7 +15,15 @@ from pydantic_core import PydanticCustomError
 
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.errors import ApiError
-from sapwood.server.schemas import Accepted, Int64, Stop, Wire, refused, sampling_params
+from sapwood.server.schemas import (
+    Accepted,
+    Int64,
+    RequestId,
+    Stop,
+    Wire,
+    refused,
+    sampling_params,
+)
 
 MAX_MESSAGES = 65_536
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -104,6 +112,12 @@ class StreamOptions(Wire):
     continuous_usage_stats: Annotated[Any, refused(_NOT_YET, False)] = None
 
 
+def _only_of_a_stream(options: StreamOptions, info: ValidationInfo) -> StreamOptions:
+    if not info.data.get("stream"):
+        raise PydanticCustomError("no_stream", "is only for stream: true; leave it out")
+    return options
+
+
 class OpenAIRequest(Wire):
     """What both endpoints take."""
 
@@ -114,14 +128,15 @@ class OpenAIRequest(Wire):
     seed: Int64 | None = None
     stop: Stop = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, AfterValidator(_only_of_a_stream)] | None = None
 
     top_k: Int64 | None = None
     min_p: float | None = None
     min_tokens: Int64 | None = None
     stop_token_ids: list[Int64] | None = None
     ignore_eos: bool | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    # Shorter than the rule allows: the answer's id has a prefix and may have a counter.
+    request_id: Annotated[RequestId, Field(max_length=128)] | None = None
 
     user: Accepted = None
     n: Annotated[Any, refused(_ONE_ANSWER, 1)] = None

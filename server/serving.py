@@ -1,6 +1,5 @@
 """What all endpoints of one application share: the engine once it is there, names and limits."""
 
-import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ from sapwood.server.schemas import in_callers_words
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,15 +149,10 @@ class Serving:
 
     async def stream(self, work: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What is new in the answer to each prompt, as it comes. Close it to abort them all."""
-        streams = [
-            self.engine.stream(prompt, sampling, request_id=request_id)
-            for prompt, sampling, request_id in zip(
-                work.prompts, work.sampling, work.request_ids, strict=True
-            )
-        ]
-        num_tokens = [0] * len(streams)
+        num_tokens = [0] * len(work.prompts)
+        pieces = self.engine.stream_all(work.prompts, work.sampling, request_ids=work.request_ids)
         with in_callers_words(work.names):
-            async with aclosing(merged(streams)) as pieces:
+            async with aclosing(pieces):
                 async for index, output in pieces:
                     num_tokens[index] += len(output.outputs[0].token_ids)
                     if output.finished:
@@ -180,46 +173,6 @@ class Serving:
             (times.first_token_time or arrived) - arrived,
             (times.finished_time or arrived) - arrived,
         )
-
-
-async def merged(
-    streams: Sequence[AsyncGenerator[T, None]],
-) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all streams with the index of each one's stream, as they come.
-
-    The first error ends them all; so does closing.
-    """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
-
-    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    queue.put_nowait((index, item))
-        except Exception as error:
-            queue.put_nowait(error)
-        queue.put_nowait(None)
-
-    pumps = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
-    num_open = len(pumps)
-    try:
-        while num_open:
-            match await queue.get():
-                case None:
-                    num_open -= 1
-                case Exception() as error:
-                    raise error
-                case (index, item):
-                    yield index, item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 def _serving(request: Request) -> Serving:

@@ -1,4 +1,8 @@
-"""A tiny model and the real one, for tests that need an engine."""
+"""A tiny model and the real one, for tests that need an engine.
+
+The tiny model's weights are large enough that its answers hang on every key and value: a test in
+tests/runtime/test_equalities.py spoils one row of the cache and sees the answer change.
+"""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +35,7 @@ TINY_CONFIG = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "hidden_act": "silu",
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -54,9 +58,28 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def write_weights(folder: Path) -> None:
+    """Random weights whose attention is sharp: standard deviation 0.15, norms of 1."""
+    import torch
+    from safetensors.torch import save_file
+
+    from sapwood.runtime.model_config import read_model_config
+    from sapwood.runtime.models import load_model_class
+
+    shapes = load_model_class("llama").weight_shapes(read_model_config(folder))
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.ones(shape)
+        if name.endswith("norm.weight")
+        else torch.empty(shape).normal_(std=0.15, generator=generator)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny Llama's config and tokenizer; load it with `load_format="dummy"`."""
+    """A folder with a tiny Llama, its tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("tiny-llama")
     tokenizer = tiny_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -68,6 +91,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    write_weights(folder)
     return folder
 
 

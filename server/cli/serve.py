@@ -93,7 +93,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, a native one, health and metrics."""
     options = {name: context.params[name] for name in option_groups()}
-    EngineConfig.from_options(**options)  # a wrong option is told before anything is loaded
+    # A number out of range is told before anything is loaded; names are looked up on loading.
+    EngineConfig.from_options(**options)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("sapwood").setLevel(log_level.upper())
     console = Console(highlight=False, soft_wrap=True)

@@ -173,6 +173,7 @@ class Harness:
         params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
         request = Request(
             request_id=request_id,
+            caller_id=request_id,
             prompt_token_ids=tokens(prompt),
             sampling=params,
             max_tokens=max_tokens,

@@ -30,7 +30,6 @@ def folder(tiny_model: Path) -> Path:
 def engine(folder: Path) -> Iterator[AsyncEngine]:
     engine = AsyncEngine(
         str(folder),
-        load_format="dummy",
         num_kv_blocks=512,
         max_num_batched_tokens=64,
         max_num_seqs=4,
@@ -95,6 +94,36 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(engine: AsyncEngine) 
 
     run(body)
     assert_nothing_held(engine)
+
+
+def test_an_id_that_was_left_may_be_used_again_at_once(engine: AsyncEngine) -> None:
+    async def body() -> None:
+        [expected] = await engine.generate("A tree", GREEDY)
+        for _ in range(20):
+            stream = engine.stream("The quick", LONG, request_id="mine")
+            await anext(stream)
+            await stream.aclose()
+            [output] = await engine.generate("A tree", GREEDY, request_ids=["mine"])
+            assert output.request_id == "mine"
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+    run(body)
+    assert_nothing_held(engine)
+
+
+def test_streams_of_many_are_checked_before_any_runs(engine: AsyncEngine) -> None:
+    async def body() -> None:
+        steps = engine.stats().num_steps
+        with pytest.raises(RequestError):
+            await anext(engine.stream_all(["fine", ""], GREEDY))
+        assert engine.stats().num_steps == steps
+        whole = await engine.generate(["The quick", "A tree"], GREEDY)
+        texts = ["", ""]
+        async for index, piece in engine.stream_all(["The quick", "A tree"], GREEDY):
+            texts[index] += piece.outputs[0].text
+        assert texts == [output.outputs[0].text for output in whole]
+
+    run(body)
 
 
 def test_abort_gives_the_caller_what_there_is(engine: AsyncEngine) -> None:
@@ -211,8 +240,11 @@ def test_closing_tells_everyone_in_flight(engine: AsyncEngine) -> None:
 
 def test_a_loop_that_ended_leaves_no_request_running(engine: AsyncEngine) -> None:
     async def abandon() -> None:
-        stream = engine.stream("The quick", LONG)
+        stream = engine.stream("The quick", LONG, request_id="left")
         await anext(stream)
 
     asyncio.run(abandon())
     assert_nothing_held(engine)
+    run_again = engine.generate("The quick", GREEDY, request_ids=["left"])
+    [output] = asyncio.run(run_again)
+    assert output.finished

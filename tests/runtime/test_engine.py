@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from sapwood import (
     ConfigError,
@@ -20,9 +21,11 @@ from sapwood import (
     RequestError,
     SamplingParams,
 )
+from sapwood.radix import Lease, PrefixCache
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.request import SampledToken
+from sapwood.runtime.sampler import SamplingRow, sample
 from sapwood.runtime.step_plan import StepPlan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -35,7 +38,7 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 
 
 def tiny_engine(folder: Path, **options: object) -> Engine:
-    given = {"load_format": "dummy", "num_kv_blocks": 256, "check_invariants": True, **options}
+    given = {"num_kv_blocks": 256, "check_invariants": True, **options}
     return Engine(str(folder), **given)
 
 
@@ -241,6 +244,10 @@ def test_one_wrong_input_of_many_submits_none(engine: Engine) -> None:
         {"max_model_len": 10**6},
         {"mode": "sometimes"},
         {"max_num_batched_tokens": 1.5},
+        {"prefix_caching": "no"},
+        {"check_invariants": 1},
+        {"kernels": ["cpu"]},
+        {"schedule_policy": ["lpm"]},
         {"kv_cache_memory": 10, "num_kv_blocks": None},
     ],
 )
@@ -364,6 +371,90 @@ def test_the_tree_can_be_looked_at(engine: Engine) -> None:
     num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
     assert len(node.token_ids) == num_tokens
     assert engine.tokenizer.decode(node.token_ids).startswith("The quick brown fox")
+
+
+def test_a_huge_number_is_refused_and_not_repeated(engine: Engine) -> None:
+    for name in ("top_k", "max_tokens", "min_tokens", "seed"):
+        with pytest.raises(RequestError, match=f"{name} is out of range"):
+            SamplingParams(**{name: 10**400})
+    with pytest.raises(RequestError, match="sampling must be"):
+        engine.generate("a", 5)  # type: ignore[arg-type]
+
+
+def test_a_request_without_finite_logits_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.flush_cache()
+    [expected] = engine.generate("The quick", GREEDY)
+    engine.flush_cache()
+    num_quarantines = engine.stats().num_quarantines
+
+    def poisoned(logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+        for index, row in enumerate(rows):
+            if row.params.top_k == 7 and row.position > 8:
+                logits[index, 3] = torch.nan
+        return sample(logits, rows)
+
+    monkeypatch.setattr("sapwood.runtime.model_runner.sample", poisoned)
+    results: dict[str, object] = {}
+
+    def call(name: str, prompt: str, sampling: SamplingParams) -> None:
+        try:
+            [results[name]] = engine.generate(prompt, sampling)
+        except EngineError as error:
+            results[name] = error
+
+    sick = SamplingParams(top_k=7, max_tokens=30, ignore_eos=True)
+    threads = [
+        threading.Thread(target=call, args=("sick", "A tree maps prefixes", sick)),
+        threading.Thread(target=call, args=("sound", "The quick", GREEDY)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "finite logits" in str(results["sick"])
+    assert results["sound"].outputs[0].token_ids == expected.outputs[0].token_ids  # type: ignore[attr-defined]
+    assert engine.stats().num_quarantines == num_quarantines
+    assert_nothing_held(engine)
+
+
+def test_an_error_in_an_abort_or_a_flush_does_not_end_the_engine(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise MemoryError("broken")
+
+    with tiny_engine(tiny_model) as engine:
+        stream = engine.stream("The quick", SamplingParams(max_tokens=1500, ignore_eos=True))
+        next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(Lease, "publish", broken)
+            stream.close()
+            engine.tree()
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixCache, "flush", broken)
+            engine.flush_cache()
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixCache, "walk", broken)
+            with pytest.raises(MemoryError):
+                engine.tree()
+        assert engine.is_alive
+        assert engine.stats().num_quarantines == 2
+        assert len(engine.generate("The quick", GREEDY)[0].outputs[0].token_ids) == 12
+        assert_nothing_held(engine)
+
+
+def test_a_pool_that_cannot_be_had_is_told(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be had"):
+        tiny_engine(tiny_model, num_kv_blocks=10**12)
+
+
+def test_a_pool_smaller_than_the_context_is_told(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_engine(tiny_model, num_kv_blocks=4).close()
+    assert "holds 64 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])

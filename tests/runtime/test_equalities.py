@@ -10,8 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from sapwood import Engine, RequestOutput, SamplingParams
+from sapwood.kernels.cpu import CpuKernels
+from sapwood.kernels.interface import KVCache
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.step_plan import StepPlan
 from tests.runtime.test_engine import assert_nothing_held
@@ -85,7 +89,31 @@ def check_all(model: str, texts: list[str], max_tokens: int, **options: object) 
 
 def test_on_a_tiny_model(tiny_model: Path) -> None:
     texts = [stem + end for stem in STEMS[:2] for end in (" and then", " or so", "")]
-    check_all(str(tiny_model), texts, 8, load_format="dummy", kv_cache_memory=2**22)
+    check_all(str(tiny_model), texts, 8, kv_cache_memory=2**22)
+
+
+def test_the_tiny_model_notices_one_spoilt_row(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above rests on: keys that are a little off change the answers."""
+
+    def off(kernels: CpuKernels, kv: KVCache, layer: int, key: Tensor, *rest: Tensor) -> None:
+        write(kernels, kv, layer, key + 0.1 * torch.randn_like(key), *rest)
+
+    write = CpuKernels.write_kv
+    with Engine(str(tiny_model), kv_cache_memory=2**22) as engine:
+        prompts = [engine.tokenizer.encode(stem) for stem in STEMS[:4]]
+        expected = ids_of(answers(engine, prompts, 8))
+        monkeypatch.setattr(CpuKernels, "write_kv", off)
+        engine.flush_cache()
+        spoilt = ids_of(answers(engine, prompts, 8))
+        assert sum(a != b for a, b in zip(expected, spoilt, strict=True)) >= 2
+        monkeypatch.setattr(CpuKernels, "write_kv", write)
+        monkeypatch.setattr(CpuKernels, "copy_rows", lambda *arguments: None)
+        engine.flush_cache()
+        answers(engine, [prompt[:-5] for prompt in prompts], 1)
+        uncopied = ids_of(answers(engine, prompts, 8))
+        assert sum(a != b for a, b in zip(expected, uncopied, strict=True)) >= 2
 
 
 @pytest.mark.real_model

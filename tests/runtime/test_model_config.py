@@ -103,10 +103,10 @@ def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None
     ("changes", "said"),
     [
         ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"num_attention_heads": 0}, "malformed"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
         ({"head_dim": 15}, "head_dim is 15"),
-        ({"vocab_size": "many"}, "malformed"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "rope factor is 0.0"),
     ],
@@ -114,6 +114,54 @@ def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None
 def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         parse_model_config(RAW | changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_scaling", "linear"),
+        ("rope_scaling", 2),
+        ("rope_parameters", ["llama3"]),
+        ("quantization_config", "awq"),
+        ("quantization_config", 4),
+        ("eos_token_id", 2.5),
+        ("eos_token_id", ["2"]),
+        ("eos_token_id", -1),
+        ("eos_token_id", True),
+        ("bos_token_id", {}),
+        ("vocab_size", 10.5),
+        ("head_dim", True),
+        ("rope_theta", "10000"),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", 10**400),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", -1e-5),
+        ("tie_word_embeddings", "false"),
+        ("num_hidden_layers", 10**30),
+        ("num_hidden_layers", 100_001),
+        ("num_attention_heads", 10**30),
+        ("hidden_size", 2**31 + 1),
+        ("vocab_size", 10**4000),
+        ("max_position_embeddings", 10**30),
+        ("max_position_embeddings", 1),
+    ],
+)
+def test_a_value_of_the_wrong_kind_or_size_is_named_with_its_file(field: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"^config\.json: {field} is .{{1,80}}"):
+        parse_model_config(RAW | {field: value})
+
+
+def test_a_value_of_the_wrong_kind_in_a_part_or_the_other_file_is_named_as_well() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: rope_scaling: factor is '2'"):
+        parse_model_config(RAW | {"rope_scaling": {"type": "linear", "factor": "2"}})
+    with pytest.raises(UnsupportedModelError, match=r"generation_config\.json: eos_token_id is -1"):
+        parse_model_config(RAW, {"eos_token_id": -1})
+
+
+def test_the_largest_sizes_are_taken() -> None:
+    sizes = {"num_hidden_layers": 100_000, "vocab_size": 2**31, "max_position_embeddings": 2**31}
+    config = parse_model_config(RAW | sizes)
+    assert {name: getattr(config, name) for name in sizes} == sizes
 
 
 def test_a_missing_size_is_named() -> None:

@@ -129,6 +129,27 @@ def test_a_request_is_not_held_where_waiting_saves_nothing() -> None:
     assert len(harness.executor.plans[0].chunks) == 2
 
 
+def test_requests_of_different_namespaces_do_not_wait_for_each_other() -> None:
+    harness = Harness()
+    for value in ("a", "b"):
+        namespace = (NamespacePart(NamespaceKind.TENANT, value),)
+        harness.add(range(1, 41), max_tokens=2, namespace=namespace)
+    harness.step()
+    assert len(harness.executor.plans[0].chunks) == 2
+
+
+def test_one_that_decodes_holds_nobody_back() -> None:
+    harness = Harness()
+    harness.add(range(1, 41), max_tokens=30)
+    for _ in range(3):
+        harness.step()
+    [sequence] = harness.scheduler.running
+    # What it is about to compute is published only at its end.
+    harness.add([*sequence.token_ids.tolist(), 5, 6], max_tokens=2)
+    harness.step()
+    assert len(harness.executor.plans[-1].chunks) == 2
+
+
 def test_a_hold_ends_when_the_one_it_waits_for_is_aborted() -> None:
     harness = Harness(options={"max_num_batched_tokens": 128})
     first = harness.add(range(1, 500), max_tokens=2)
@@ -190,6 +211,19 @@ def test_no_step_exceeds_the_budget_or_the_seats(seed: int) -> None:
     assert all(plan.num_rows <= 24 for plan in harness.executor.plans)
     assert all(len(plan.chunks) <= 5 for plan in harness.executor.plans)
     harness.assert_nothing_held()
+
+
+def test_an_answer_goes_on_beside_a_longer_prompt_that_arrived_before_it() -> None:
+    options = {"max_num_batched_tokens": 32, "max_num_seqs": 4}
+    harness = Harness(options=options)
+    harness.answer(range(1, 41), 1)
+    cold = harness.add(range(301, 601), max_tokens=2)
+    warm = harness.add([*range(1, 41), 900], max_tokens=8)
+    for _ in range(8):
+        harness.step()
+        assert any(c.sequence.request_id == warm for c in harness.executor.plans[-1].chunks)
+    assert harness.finished[warm].step == harness.num_steps
+    assert cold not in harness.finished
 
 
 # -- order and fairness ----------------------------------------------------------------------------
@@ -261,6 +295,35 @@ def crowded() -> tuple[Harness, list[str]]:
     return harness, [harness.add([100 * i + j for j in range(8)], 12) for i in (1, 2, 3)]
 
 
+def test_nobody_is_admitted_whose_predicted_peak_does_not_fit() -> None:
+    harness = Harness(block_size=4, num_blocks=12)
+    first, second = (
+        harness.add(range(i, i + 8), 32, ignore_eos=True)  # 10 blocks at its end
+        for i in (1, 101)
+    )
+    harness.run()
+    assert harness.scheduler.counters.num_preemptions == 0
+    assert (harness.finished[first].step, harness.finished[second].step) == (32, 64)
+
+
+def test_a_short_answer_is_admitted_beside_a_long_one_that_will_need_its_blocks_later() -> None:
+    harness = Harness(block_size=4, num_blocks=12)
+    long = harness.add(range(1, 9), 32, ignore_eos=True)  # 10 blocks at its end
+    short = harness.add(range(101, 109), 12, ignore_eos=True)  # 5 blocks, gone by step 12
+    harness.run()
+    assert harness.scheduler.counters.num_preemptions == 0
+    assert (harness.finished[long].step, harness.finished[short].step) == (32, 12)
+
+
+def test_answers_that_max_tokens_cut_off_teach_nothing_about_lengths() -> None:
+    harness = Harness(block_size=4, num_blocks=100)
+    harness.answer(range(1, 9), 1)  # cut off: says nothing about how long answers get
+    for i in range(3):
+        harness.add([100 * i + j for j in range(8)], 150)
+    harness.step()
+    assert harness.scheduler.num_running == 2  # 2 x 40 blocks fit, 3 x 40 do not
+
+
 def test_a_full_pool_preempts_the_newest_and_resumes_it_first() -> None:
     harness, ids = crowded()
     while not harness.scheduler.counters.num_preemptions:
@@ -277,18 +340,18 @@ def test_a_full_pool_preempts_the_newest_and_resumes_it_first() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
-    harness, _ = crowded()
-    started: set[str] = set()
-    while harness.core.has_work:
-        before = harness.scheduler.counters.num_preemptions
+    harness, ids = crowded()
+    small = None
+    while not harness.scheduler.counters.num_preemptions:
+        # One that would fit waits at every step, as all seats but its own are given out anew.
+        if small is None or small in harness.finished:
+            small = harness.add([900], 1)
+        waiting = {sequence.request_id for sequence in harness.scheduler.waiting}
         harness.step()
-        plan = harness.executor.plans[-1]
-        planned = {chunk.sequence.request_id for chunk in plan.chunks}
-        running = {s.request_id for s in harness.scheduler.running}
-        if harness.scheduler.counters.num_preemptions > before:
-            assert planned <= started
-        started = running
-    assert harness.scheduler.counters.num_preemptions > 0
+    planned = {chunk.sequence.request_id for chunk in harness.executor.plans[-1].chunks}
+    assert small in waiting
+    assert not planned & waiting
+    assert planned <= set(ids)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])

@@ -283,6 +283,32 @@ def test_a_broken_file_beside_it_says_so(tmp_path: Path, content: str) -> None:
         Tokenizer.from_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "field"),
+    [
+        ("config", {"eos_token_id": 2.5}, "eos_token_id"),
+        ("config", {"eos_token_id": ["2"]}, "eos_token_id"),
+        ("config", {"eos_token_id": -1}, "eos_token_id"),
+        ("generation_config", {"eos_token_id": "2"}, "eos_token_id"),
+        ("generation_config", {"eos_token_id": [[2]]}, "eos_token_id"),
+        ("config", {"text_config": "x"}, "text_config"),
+        ("config", {"vocab_size": "many"}, "vocab_size"),
+        ("tokenizer_config", {"chat_template": 5}, "chat_template"),
+        ("tokenizer_config", {"chat_template": {"default": "D"}}, "chat_template"),
+        ("tokenizer_config", {"chat_template": [{"template": "D"}]}, "chat_template"),
+        ("tokenizer_config", {"chat_template": [{"name": "default"}]}, "chat_template"),
+        ("tokenizer_config", {"chat_template": ["D"]}, "chat_template"),
+        ("tokenizer_config", {"chat_template": [{"name": [], "template": "D"}]}, "chat_template"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named_with_its_file(
+    tmp_path: Path, file: str, content: Any, field: str
+) -> None:
+    folder = folder_with(tmp_path, **{file: content})
+    with pytest.raises(UnsupportedModelError, match=rf"^{file}\.json: .*{field} is "):
+        Tokenizer.from_folder(folder)
+
+
 @pytest.mark.real_model
 def test_smollm2_is_exact_and_renders_as_transformers_does(real_model: str) -> None:
     from transformers import AutoTokenizer

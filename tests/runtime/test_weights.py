@@ -171,6 +171,18 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(
     assert "model.norm.weight of shape [17] where its config.json says [16]" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said"), [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")]
+)
+def test_a_tensor_of_another_dtype_is_named_with_it(
+    checkpoint: Path, load: Callable[..., LoadedModel], dtype: torch.dtype, said: str
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(UnsupportedModelError, match=f"{name} as {said}; served are"):
+        load(checkpoint)
+
+
 def test_old_rotary_buffers_and_the_copy_of_a_tied_head_are_passed_over(
     checkpoint: Path, load: Callable[..., LoadedModel]
 ) -> None:

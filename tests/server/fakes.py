@@ -5,8 +5,9 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from sapwood.runtime.outputs import (
     TokenLogprobs,
 )
 from sapwood.runtime.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 END = 256  # the id of the end token
 ANSWER = "Hello, wörld! One, two, three."
@@ -95,16 +98,18 @@ class FakeEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def stream(
-        self, input: Any, sampling: SamplingParams, *, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        run = self._run(self._prompt(input), sampling, request_id)
-        async for output in run:
-            try:
-                yield output
-            except GeneratorExit:
-                await run.aclose()
-                raise
+    async def stream_all(
+        self,
+        inputs: Sequence[Any],
+        sampling: Sequence[SamplingParams],
+        *,
+        request_ids: Sequence[str],
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        prompts = [self._prompt(prompt) for prompt in inputs]
+        runs = zip(prompts, sampling, request_ids, strict=True)
+        async with aclosing(merged([self._run(*run) for run in runs])) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def flush_cache(self) -> None:
         self.num_flushes += 1
@@ -234,3 +239,43 @@ def _logprobs(token: int, sampling: SamplingParams) -> tuple[TokenLogprobs, ...]
     values = [-0.5, -1.5, -math.inf, *(-3.0 - i for i in range(20))]
     top = tuple(Logprob((token + i) % 257, values[i]) for i in range(sampling.top_logprobs))
     return (TokenLogprobs(token_id=token, logprob=-0.5, top=top),)
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """The items of all streams with the index of each one's stream, as they come.
+
+    The first error ends them all; so does closing.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait((index, item))
+        except Exception as error:
+            queue.put_nowait(error)
+        queue.put_nowait(None)
+
+    pumps = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
+    num_open = len(pumps)
+    try:
+        while num_open:
+            match await queue.get():
+                case None:
+                    num_open -= 1
+                case Exception() as error:
+                    raise error
+                case (index, item):
+                    yield index, item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

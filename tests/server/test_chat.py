@@ -200,7 +200,11 @@ async def test_an_unknown_field_is_refused_with_its_near_matches(client):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"foo": 1}}, "stream_options.foo"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"request_id": ""}, "request_id"),
+        ({"request_id": "a\nb"}, "request_id"),
+        ({"request_id": "r" * 1_000_000}, "request_id"),
     ],
 )
 async def test_a_wrong_value_is_a_400_that_names_its_place(client, fields, param):
@@ -257,6 +261,15 @@ async def test_a_request_id_of_the_caller_is_the_engines(client, engine):
     answer = (await client.post(URL, json=chat(request_id="mine"))).json()
     assert answer["id"] == "chatcmpl-mine"
     assert engine.started == ["chatcmpl-mine"]
+
+
+async def test_the_rule_for_ids_is_told(client):
+    told = error(await client.post(URL, json=chat(request_id="a b")))
+    assert told["message"] == "request_id: must be 1 to 200 letters, digits and . : - _"
+
+
+async def test_options_of_a_stream_may_be_null_without_one(client):
+    assert (await client.post(URL, json=chat(stream_options=None))).status_code == 200
 
 
 @pytest.mark.parametrize(

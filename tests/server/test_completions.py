@@ -54,6 +54,12 @@ async def test_what_is_not_served_is_refused_by_name(client, field, value):
     assert (told["param"], told["code"]) == (field, "unsupported_parameter")
 
 
+async def test_options_of_a_stream_without_one_and_unsound_ids_are_refused(client):
+    told = error(await client.post(URL, json=body("hi", stream_options={"include_usage": True})))
+    assert told["param"] == "stream_options"
+    assert error(await client.post(URL, json=body("hi", request_id="\n")))["param"] == "request_id"
+
+
 @pytest.mark.parametrize(
     "prompt",
     [None, 5, {}, [], [[]], "", [""], ["a", 1], [1, "a"], [[1], "a"], [[1.5]], [[True]], [True],

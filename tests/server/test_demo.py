@@ -212,7 +212,7 @@ def test_the_real_engine_is_what_the_demo_needs(tiny_model: Path) -> None:
 
     prompts = Questions((("1 + 1?", "2"), ("2 + 2?", "4")), ("3?", "A tree?", "22?")).prompts(3)
     console = Console(file=io.StringIO(), width=140, record=True)
-    options: dict[str, Any] = {"load_format": "dummy", "num_kv_blocks": 64, "device": "cpu"}
+    options: dict[str, Any] = {"num_kv_blocks": 64, "device": "cpu"}
 
     def make_engine(prefix_caching: bool) -> Engine:
         return Engine(str(tiny_model), prefix_caching=prefix_caching, **options)

@@ -45,6 +45,32 @@ async def test_one_id_for_a_batch_is_told_apart(client, engine):
     assert engine.started == ["r_0", "r_1"]
 
 
+async def test_a_null_id_is_a_new_one(client, engine):
+    response = await client.post(URL, json={"text": "hi", "rid": [None]})
+    assert response.status_code == 200
+    await client.post(URL, json={"text": ["a", "b", "c"], "rid": [None, "mine", None]})
+    assert engine.started[2] == "mine"
+    assert len(set(engine.started)) == 4
+    assert all(engine.started)
+
+
+@pytest.mark.parametrize("rid", ["", "a\nb", "a b", "é", "r" * 201, "r" * 1_000_000])
+async def test_an_id_that_cannot_stand_in_a_log_is_refused(client, engine, rid):
+    for request in ({"text": "hi", "rid": rid}, {"text": ["a", "b"], "rid": [None, rid]}):
+        told = error(await client.post(URL, json=request))
+        assert told["param"] == "rid"
+        assert told["message"] == "rid must be 1 to 200 letters, digits and . : - _"
+    assert not engine.started
+
+
+async def test_a_request_not_to_log_is_refused_as_it_has_no_effect(client):
+    told = error(await client.post(URL, json={"text": "hi", "no_logs": True}))
+    assert (told["param"], told["code"]) == ("no_logs", "unsupported_parameter")
+    for neutral in (None, False):
+        request = {"text": "hi", "no_logs": neutral}
+        assert (await client.post(URL, json=request)).status_code == 200
+
+
 async def test_a_batch_of_one_is_a_list(client):
     assert len((await client.post(URL, json={"text": ["a"]})).json()) == 1
 
