@@ -263,14 +263,15 @@ class RadixTree:
         child: Node | None = self._children.get(key)
         if child is not None:
             return child
+        first_token = key[: _ID_BYTES + TOKEN_BYTES]
+        # Most misses end here: no child begins with that token.
+        if not next(self._children.irange(minimum=first_token), b"").startswith(first_token):
+            return None
         neighbours = (
             next(self._children.irange(maximum=key, reverse=True), b""),
             next(self._children.irange(minimum=key), b""),
         )
-        first_token = key[: _ID_BYTES + TOKEN_BYTES]
         near = [other for other in neighbours if other.startswith(first_token)]
-        if not near:
-            return None
         best: Node = self._children[max(near, key=lambda other: _num_common_bytes(key, other))]
         return best
 
