@@ -48,6 +48,13 @@ class _Partial(NamedTuple):
     lse: Tensor
 
 
+class _Projection(NamedTuple):
+    """A linear layer, its weight [out, in] in oneDNN's layout or as it came."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
     """One call of flash attention over `num_sequences` times `length` slots.
@@ -112,8 +119,8 @@ class CpuKernels:
         shape = (spec.num_layers, spec.num_slots, spec.num_kv_heads, spec.head_dim)
         return KVCache(
             spec,
-            keys=torch.zeros(shape, dtype=spec.dtype, device=spec.device),
-            values=torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+            keys=torch.empty(shape, dtype=spec.dtype, device=spec.device),
+            values=torch.empty(shape, dtype=spec.dtype, device=spec.device),
         )
 
     def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
@@ -163,8 +170,21 @@ class CpuKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return functional.linear(x, weight, bias)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> _Projection:
+        # oneDNN's blocked layout of float32 weights: 1.1 to 1.3 times as fast as plain ones from
+        # 32 rows up, 2 times at 1 to 8 rows (2 threads, AVX-512).
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if weight.dtype == torch.float32 and has_onednn:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return _Projection(weight, bias)
+
+    def linear(self, x: Tensor, packed: object) -> Tensor:
+        if not isinstance(packed, _Projection):
+            raise TypeError(f"expected a _Projection, got {type(packed).__name__}")
+        if not packed.weight.is_mkldnn:
+            return functional.linear(x, *packed)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, *packed, "none", [], "")
+        return out
 
 
 def _take(tensor: Tensor, index: slice | Tensor) -> Tensor:

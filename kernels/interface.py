@@ -128,6 +128,13 @@ class Kernels(Protocol):
         """`silu(gate) * up` for gate and up side by side, [T, 2 I] to [T, I] (Shazeer 2020)."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias` for weight [out, in]."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> object:
+        """A projection made ready for `linear`, from weight [out, in] and bias [out].
+
+        Once per weight, when a model is built; may copy the weight into the backend's own layout.
+        """
+        ...
+
+    def linear(self, x: Tensor, packed: object) -> Tensor:
+        """`x @ weight.T + bias` for [rows, in]; `packed` is what `pack_linear` returned."""
         ...

@@ -33,6 +33,13 @@ class PartialAttention(NamedTuple):
     lse: Tensor
 
 
+class Projection(NamedTuple):
+    """A linear layer as the checkpoint has it: weight [out, in] and bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentIndices:
     """One segment: its query rows int64 [n], its slots int64 [L], and which row sees which slot.
@@ -68,8 +75,8 @@ class ReferenceKernels:
         shape = (spec.num_layers, spec.num_slots, spec.num_kv_heads, spec.head_dim)
         return KVCache(
             spec,
-            keys=torch.zeros(shape, dtype=spec.dtype, device=spec.device),
-            values=torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+            keys=torch.empty(shape, dtype=spec.dtype, device=spec.device),
+            values=torch.empty(shape, dtype=spec.dtype, device=spec.device),
         )
 
     def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
@@ -121,8 +128,13 @@ class ReferenceKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return functional.linear(x, weight, bias)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Projection:
+        return Projection(weight, bias)
+
+    def linear(self, x: Tensor, packed: object) -> Tensor:
+        if not isinstance(packed, Projection):
+            raise TypeError(f"expected a Projection, got {type(packed).__name__}")
+        return functional.linear(x, packed.weight, packed.bias)
 
 
 def _segment_indices(plan: AttentionPlan, device: torch.device) -> Iterator[SegmentIndices]:

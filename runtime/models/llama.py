@@ -21,21 +21,19 @@ from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.model_config import ModelConfig, RopeConfig, RopeKind
 
 
-class _Projection(NamedTuple):
-    weight: Tensor  # [out, in]
-    bias: Tensor | None  # [out]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """One block's tensors. Projections of the same input are one matrix, outputs side by side."""
+    """One block's tensors; the projections are as the kernels packed them.
+
+    Projections of the same input are one matrix, outputs side by side.
+    """
 
     attention_norm: Tensor
-    qkv: _Projection
-    output: _Projection
+    qkv: object
+    output: object
     mlp_norm: Tensor
-    gate_up: _Projection
-    down: _Projection
+    gate_up: object
+    down: object
 
 
 class LlamaForCausalLM:
@@ -46,15 +44,16 @@ class LlamaForCausalLM:
     ) -> None:
         """Fuse the projections of `weights`, which has exactly the tensors of `weight_shapes`.
 
-        All of one dtype on one device. The fused matrices are copies, the rest is referenced.
+        All of one dtype on one device. What the kernels do not pack is copied, so that a checkpoint
+        that is mapped from disk can go.
         """
         self._config = config
         self._kernels = kernels
-        self._embedding = weights["model.embed_tokens.weight"]
-        self._layers = tuple(_build_layer(config, weights, i) for i in _layer_ids(config))
-        self._norm = weights["model.norm.weight"]
+        self._embedding = weights["model.embed_tokens.weight"].clone()
+        self._layers = tuple(_build_layer(config, weights, kernels, i) for i in _layer_ids(config))
+        self._norm = weights["model.norm.weight"].clone()
         tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else weights["lm_head.weight"]
+        self._head = kernels.pack_linear(self._embedding if tied else weights["lm_head.weight"])
         self._angles = _rope_angles(config, self._embedding.device)
 
     @property
@@ -86,7 +85,7 @@ class LlamaForCausalLM:
             if index == last:
                 # From here on no row sees another: the rows without logits have done their part.
                 residual, attended = residual[batch.logits_rows], attended[batch.logits_rows]
-            residual = residual + self._kernels.linear(attended, *layer.output)
+            residual = residual + self._kernels.linear(attended, layer.output)
             residual = residual + self._mlp(layer, residual)
         return residual
 
@@ -104,7 +103,7 @@ class LlamaForCausalLM:
         config, kernels = self._config, self._kernels
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         x = kernels.rms_norm(residual, layer.attention_norm, config.rms_norm_eps)
-        heads = kernels.linear(x, *layer.qkv).view(len(x), -1, config.head_dim)
+        heads = kernels.linear(x, layer.qkv).view(len(x), -1, config.head_dim)
         rotated = kernels.rotary(heads[:, : num_heads + num_kv_heads], cos, sin)
         query, key = rotated[:, :num_heads], rotated[:, num_heads:]
         value = heads[:, num_heads + num_kv_heads :]
@@ -114,8 +113,8 @@ class LlamaForCausalLM:
 
     def _mlp(self, layer: _Layer, residual: Tensor) -> Tensor:
         x = self._kernels.rms_norm(residual, layer.mlp_norm, self._config.rms_norm_eps)
-        gate_up = self._kernels.linear(x, *layer.gate_up)
-        return self._kernels.linear(self._kernels.silu_and_mul(gate_up), *layer.down)
+        gate_up = self._kernels.linear(x, layer.gate_up)
+        return self._kernels.linear(self._kernels.silu_and_mul(gate_up), layer.down)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         x = self._kernels.rms_norm(hidden, self._norm, self._config.rms_norm_eps)
@@ -173,24 +172,26 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _build_layer(config: ModelConfig, weights: Mapping[str, Tensor], index: int) -> _Layer:
+def _build_layer(
+    config: ModelConfig, weights: Mapping[str, Tensor], kernels: Kernels, index: int
+) -> _Layer:
     prefix = f"model.layers.{index}"
 
-    def fused(has_bias: bool, *names: str) -> _Projection:
+    def fused(has_bias: bool, *names: str) -> object:
         parts = [weights[f"{prefix}.{name}.weight"] for name in names]
         biases = [weights[f"{prefix}.{name}.bias"] for name in names] if has_bias else []
-        return _Projection(
-            weight=torch.cat(parts) if len(parts) > 1 else parts[0],
-            bias=torch.cat(biases) if biases else None,
+        return kernels.pack_linear(
+            torch.cat(parts) if len(parts) > 1 else parts[0],
+            torch.cat(biases) if biases else None,
         )
 
     attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
     attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return _Layer(
-        attention_norm=weights[f"{prefix}.input_layernorm.weight"],
+        attention_norm=weights[f"{prefix}.input_layernorm.weight"].clone(),
         qkv=fused(attention_bias, *attention),
         output=fused(attention_bias, "self_attn.o_proj"),
-        mlp_norm=weights[f"{prefix}.post_attention_layernorm.weight"],
+        mlp_norm=weights[f"{prefix}.post_attention_layernorm.weight"].clone(),
         gate_up=fused(mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=fused(mlp_bias, "mlp.down_proj"),
     )

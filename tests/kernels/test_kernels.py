@@ -32,6 +32,8 @@ def random_numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
     assert actual.shape == expected.shape
+    if not actual.numel():
+        return
     tolerance = TOLERANCE[actual.dtype] if tolerance is None else tolerance
     error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert error <= tolerance, f"relative error {error:.2e}"
@@ -372,11 +374,22 @@ def test_silu_and_mul_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_linear_is_a_product_with_the_transposed_weight(kernels: Kernels, has_bias: bool) -> None:
-    x, weight = random_numbers(5, 24, seed=1), random_numbers(40, 24, seed=2)
-    bias = random_numbers(40, seed=3) if has_bias else None
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_is_a_product_with_the_transposed_weight(
+    kernels: Kernels, has_bias: bool, num_rows: int, dtype: torch.dtype
+) -> None:
+    x, weight = (random_numbers(n, 24, seed=n + 1).to(dtype) for n in (num_rows, 40))
+    bias = random_numbers(40, seed=3).to(dtype) if has_bias else None
     expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0.0)
-    assert_close(kernels.linear(x, weight, bias), expected)
+    result = kernels.linear(x, kernels.pack_linear(weight, bias))
+    assert result.dtype == dtype
+    assert_close(result, expected)
+
+
+def test_linear_takes_only_what_the_same_backend_packed(kernels: Kernels) -> None:
+    with pytest.raises(TypeError, match="Projection"):
+        kernels.linear(torch.zeros(1, 4), torch.zeros(3, 4))
 
 
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:
