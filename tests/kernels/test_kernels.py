@@ -39,6 +39,14 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
     assert error <= tolerance, f"relative error {error:.2e}"
 
 
+def zeroed(kernels: Kernels, spec: KVCacheSpec) -> KVCache:
+    """A cache whose contents can be compared; a new one holds anything."""
+    kv = kernels.make_kv_cache(spec)
+    kv.keys.zero_()
+    kv.values.zero_()
+    return kv
+
+
 @dataclass(frozen=True)
 class Edge:
     """An edge of the tree: whole blocks below `parent`."""
@@ -72,7 +80,7 @@ class Step:
     slots_of_row: list[np.ndarray] = field(default_factory=list)
 
     def fill(self, kernels: Kernels) -> KVCache:
-        kv = kernels.make_kv_cache(self.spec)
+        kv = zeroed(kernels, self.spec)
         kernels.write_kv(kv, LAYER, self.keys[self.slots], self.values[self.slots], self.slots)
         return kv
 
@@ -294,8 +302,7 @@ def test_a_plan_of_another_backend_is_refused(kernels: Kernels) -> None:
 
 def test_writing_changes_the_named_slots_of_one_layer_only(kernels: Kernels) -> None:
     step = make_step([Tail(length=40)])
-    kv = kernels.make_kv_cache(step.spec)
-    before = kernels.make_kv_cache(step.spec)
+    kv, before = zeroed(kernels, step.spec), zeroed(kernels, step.spec)
     slots = torch.tensor([3, 17, 30])
     kernels.write_kv(kv, LAYER, step.keys[slots], step.values[slots], slots)
     assert (kv.keys != before.keys).sum() == step.keys[slots].numel()
