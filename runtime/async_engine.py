@@ -37,6 +37,10 @@ class _Inbox:
 class AsyncEngine(EngineBase[_Inbox]):
     """A model that answers many callers on an event loop.
 
+        async with AsyncEngine("smollm2") as engine:
+            async for piece in engine.stream("The capital of France is"):
+                print(piece.outputs[0].text, end="")
+
     Making one loads the model, which takes a while: do it before the loop, or on a thread.
     Tokenising and templates run on threads, never on the loop.
     """

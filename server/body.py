@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from sapwood.server.errors import ApiError
@@ -112,11 +112,20 @@ def json_path(location: Sequence[str | int]) -> str:
     return path
 
 
+class Refused(AfterValidator):
+    """The mark of a field that is known and not served: nobody is pointed to it."""
+
+
 def _near_matches(location: Sequence[str | int], model: type[BaseModel]) -> str:
     """Fields of `model` whose names are close to an unknown one."""
     if len(location) != 1:
         return ""
-    near = difflib.get_close_matches(str(location[0])[:64], model.model_fields)
+    served = [
+        name
+        for name, field in model.model_fields.items()
+        if not any(isinstance(note, Refused) for note in field.metadata)
+    ]
+    near = difflib.get_close_matches(str(location[0])[:64], served)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.sampling_params import SamplingParams
-from sapwood.server.body import json_path
+from sapwood.server.body import Refused, json_path
 from sapwood.server.connection import is_sound_id
 from sapwood.server.engine import Input
 from sapwood.server.errors import ApiError
@@ -49,7 +49,7 @@ class Wire(BaseModel):
     )
 
 
-def refused(way_out: str, *neutral: Any) -> AfterValidator:
+def refused(way_out: str, *neutral: Any) -> Refused:
     """Marks a field that is known and not served, except for its `neutral` values."""
 
     def check(value: Any) -> None:
@@ -57,7 +57,7 @@ def refused(way_out: str, *neutral: Any) -> AfterValidator:
         if value is not None and not any(same):
             raise PydanticCustomError("unsupported", "{way_out}", {"way_out": way_out})
 
-    return AfterValidator(check)
+    return Refused(check)
 
 
 def _sound_id(value: str) -> str:

@@ -123,7 +123,7 @@ class OpenAIRequest(Wire):
 
     model: str | None = None  # None: the one that is served
     max_tokens: Int64 | None = None
-    temperature: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: float | None = None
     seed: Int64 | None = None
     stop: Stop = None

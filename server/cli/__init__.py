@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+import sapwood
 from sapwood.runtime.errors import SapwoodError
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -28,17 +29,34 @@ def build_cli() -> typer.Typer:
     """All commands in one."""
     cli = typer.Typer(
         name="sapwood",
-        help="Sapwood: a prefix-sharing inference runtime.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # its tables cut long option names off
     )
+    cli.callback()(_options)
     for name, path in COMMANDS.items():
         module, _, function = path.partition(":")
         command: Callable[..., Any] = getattr(import_module(module), function)
         cli.command(name)(command)
     return cli
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(sapwood.__version__)
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Sapwood: a prefix-sharing inference runtime."""
 
 
 def main() -> None:

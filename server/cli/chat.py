@@ -37,6 +37,9 @@ Answer = Generator[str | Counts, None, None]
 Talk = Callable[[list[Message]], Answer]
 
 
+COMMANDS_HELP = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
 def chat(
     model: Annotated[
         str | None,
@@ -57,7 +60,7 @@ def chat(
     else:
         connection = remote(url, options | ({"model": model} if model else {}))
     with connection as talk:
-        console.print("/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer")
+        console.print(COMMANDS_HELP)
         converse(talk, console, system)
 
 
@@ -68,6 +71,8 @@ def converse(talk: Talk, console: Console, system: str | None) -> None:
     while (line := _read(console)) is not None:
         if line == "/clear":
             messages = list(opening)
+        elif line.startswith("/"):
+            console.print(f"{line} is no command; {COMMANDS_HELP}", style="red", markup=False)
         elif line:
             messages.append({"role": "user", "content": line})
             try:
@@ -86,7 +91,7 @@ def _read(console: Console) -> str | None:
     except (EOFError, KeyboardInterrupt):
         console.print()
         return None
-    return None if line == "/exit" else line
+    return None if line in ("/exit", "/quit") else line
 
 
 def _show(answer: Answer, console: Console) -> str:

@@ -7,12 +7,14 @@ the first of them again without it. Every figure comes from the engine's outputs
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
@@ -264,7 +266,11 @@ def _drawing(run: Run, decode: Callable[[TokenIds], str], info: Info) -> Group:
 def _example(run: Run, prompts: list[str]) -> Panel:
     question, answer = _question(prompts[0]), run.texts[0].strip()
     text = Text.assemble((question, "dim"), "\n", (answer, "bold"), " …")
-    return Panel(text, title="question 1 and what the model wrote", title_align="left")
+    return Panel(
+        text,
+        title="question 1 and what the model wrote (it is small: look at the speed, not the sums)",
+        title_align="left",
+    )
 
 
 def _run_table(runs: list[Run]) -> Table:
@@ -325,14 +331,15 @@ def _share(part: int, whole: int) -> str:
 
 def _print_next_steps(console: Console, info: Info) -> None:
     """Plain lines, not cut to the width of the terminal: they are there to be copied."""
-    body = json.dumps(
-        {"model": info.model_name, "messages": [{"role": "user", "content": "Hello"}]}
-    )
+    messages = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": info.model_name, "messages": messages, "max_tokens": 64})
+    # As this command was called, so that it works without an activated environment.
+    program = sys.argv[0] if Path(sys.argv[0]).name == "sapwood" else "sapwood"
     url = "http://127.0.0.1:8000/v1/chat/completions"
     console.print(Text("\nWhat to type next", style="bold"))
     for command, what in (
-        ("sapwood chat", "talk to it"),
-        ("sapwood serve", "then, from another terminal:"),
+        (f"{program} chat", "talk to it"),
+        (f"{program} serve", "then, from another terminal:"),
         (f"curl {url} -H 'Content-Type: application/json' -d '{body}'", ""),
     ):
         line = Text.assemble((f"  {command}", "bold cyan"), (f"  {what}", "dim"))

@@ -186,7 +186,7 @@ def url_of(listener: socket.socket) -> str:
 
 def banner(info: "EngineInfo", url: str) -> str:
     """What is served, where, and how to try it."""
-    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
     sharing = "prefix sharing" if info.prefix_caching else "no prefix sharing"
     lines = {
         "model": f"{info.model_name}, {info.dtype} on {info.device}, {info.kernels} kernels",

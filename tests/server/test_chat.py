@@ -163,6 +163,17 @@ async def test_an_unknown_field_is_refused_with_its_near_matches(client):
     assert "did you mean temperature?" in told["message"]
 
 
+async def test_nobody_is_pointed_to_a_field_that_is_not_served(client):
+    told = error(await client.post(URL, json=chat(response_formt=1)))
+    assert "did you mean" not in told["message"]
+
+
+@pytest.mark.parametrize("temperature", [-0.1, 2.1, 9])
+async def test_the_temperature_has_openais_limits(client, temperature):
+    told = error(await client.post(URL, json=chat(temperature=temperature)))
+    assert told["param"] == "temperature"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -245,6 +245,12 @@ def test_clear_begins_anew_and_exit_ends(monkeypatch):
     assert [messages[0]["content"] for messages in talk.seen] == ["one", "two"]
 
 
+def test_an_unknown_command_is_not_sent_to_the_model(monkeypatch):
+    printed, talk = conversation(monkeypatch, "/help", "one", "/quit", "two")
+    assert "/help is no command; /clear begins anew" in printed
+    assert [messages[-1]["content"] for messages in talk.seen] == ["one"]
+
+
 def test_a_turn_that_fails_is_told_and_forgotten(monkeypatch):
     printed, talk = conversation(monkeypatch, "fail", "two")
     assert "a step failed" in printed
