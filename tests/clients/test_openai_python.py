@@ -162,7 +162,7 @@ def test_errors_are_the_librarys_own(client, model):
     assert refused.value.param == "n"
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "word " * 5000}]
+            model=model, messages=[{"role": "user", "content": "word " * 20_000}]
         )
     assert refused.value.code == "context_length_exceeded"
     assert "maximum context length is" in refused.value.message
