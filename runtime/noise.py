@@ -18,15 +18,6 @@ def uniform(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[n
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def derived_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a request; a signed 64-bit number. Index 0 keeps the seed."""
-    if index == 0:
-        return seed
-    with np.errstate(over="ignore"):
-        key = np.array([seed], np.int64).astype(np.uint64) + np.uint64(index) * _WEYL
-        return int(_mix(key).astype(np.int64)[0])
-
-
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele et al. 2014): a bijection on 64 bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -147,6 +147,7 @@ class Scheduler:
         dropped, self._running = self._running, []
         for sequence in dropped:
             sequence.lease = None
+            self._waiting.pop(sequence.request_id)  # a preemption that broke left it in both
         for sequence in self._waiting:
             sequence.match_version = -1
         self._cache = cache

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from sapwood.radix import NamespaceKind, NamespacePart
+from sapwood.radix import Lease, NamespaceKind, NamespacePart
 from sapwood.runtime.config import BatchingMode
 from sapwood.runtime.outputs import FinishReason
+from sapwood.runtime.request import Sequence
+from sapwood.runtime.scheduler import Scheduler
 from tests.runtime.harness import EOS, Harness, token_after
 
 LENGTHS = (100, 300, 1000, 100, 400, 320, 700, 230, 100, 100, 500, 400)
@@ -529,6 +531,27 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
     assert harness.answer(range(1, 30)).token_ids == good_answer
     assert harness.core.stats().num_quarantines == 1
     assert harness.core.stats().num_finished_by_reason == {"error": 1, "length": 1}
+
+
+def test_a_preemption_that_breaks_ends_its_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, ids = crowded()
+    preempt = Scheduler._preempt
+
+    def broken(scheduler: Scheduler, sequence: Sequence) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Lease, "publish", raising)
+            preempt(scheduler, sequence)
+
+    def raising(lease: Lease, token_ids: np.ndarray) -> None:
+        raise MemoryError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_preempt", broken)
+        while not harness.errors:
+            harness.step()
+    assert set(harness.errors) == set(ids)
+    assert not harness.core.has_work
+    harness.assert_nothing_held()
 
 
 def test_requests_that_break_the_plan_are_told_and_do_not_loop() -> None:
