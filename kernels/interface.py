@@ -79,6 +79,10 @@ class Kernels(Protocol):
     @property
     def name(self) -> str: ...
 
+    def quantized(self) -> Kernels | None:
+        """The same backend with its projections in int8; None where it has no such thing."""
+        ...
+
     @property
     def min_saved_tokens(self) -> int:
         """Token reads that a shared edge must save before a segment of its own pays; measured."""
@@ -135,6 +139,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear(self, x: Tensor, packed: object) -> Tensor:
-        """`x @ weight.T + bias` for [rows, in]; `packed` is what `pack_linear` returned."""
+    def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias` for [rows, in], plus `residual` [rows, out]; a new tensor.
+
+        `packed` is what `pack_linear` returned.
+        """
         ...

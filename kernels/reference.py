@@ -67,6 +67,9 @@ class ReferenceKernels:
     def name(self) -> str:
         return "reference"
 
+    def quantized(self) -> None:
+        return None
+
     @property
     def min_saved_tokens(self) -> int:
         return 1
@@ -131,10 +134,11 @@ class ReferenceKernels:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Projection:
         return Projection(weight, bias)
 
-    def linear(self, x: Tensor, packed: object) -> Tensor:
+    def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
         if not isinstance(packed, Projection):
             raise TypeError(f"expected a Projection, got {type(packed).__name__}")
-        return functional.linear(x, packed.weight, packed.bias)
+        out = functional.linear(x, packed.weight, packed.bias)
+        return out if residual is None else out + residual
 
 
 def _segment_indices(plan: AttentionPlan, device: torch.device) -> Iterator[SegmentIndices]:

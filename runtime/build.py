@@ -32,7 +32,8 @@ class EngineInfo:
     """What is being served, and with what; for banners, model lists and error messages."""
 
     model_name: str
-    dtype: str
+    dtype: str  # of activations, keys and values
+    quantize: str  # int8 where projections are, or none
     device: str
     kernels: str
     max_model_len: int  # tokens of prompt and answer: the model's context or the pool's size
@@ -80,6 +81,7 @@ def build_engine(config: EngineConfig, clock: Callable[[], float]) -> EnginePart
         config.model.model,
         dtype=config.model.dtype,
         load_format=config.model.load_format,
+        quantize=config.model.quantize,
         device=device,
         kernels=kernels,
     )
@@ -112,6 +114,7 @@ def build_engine(config: EngineConfig, clock: Callable[[], float]) -> EnginePart
     info = EngineInfo(
         model_name=loaded.name,
         dtype=str(spec.dtype).removeprefix("torch."),
+        quantize=loaded.quantize.value,
         device=str(device),
         kernels=kernels.name,
         max_model_len=max_model_len,

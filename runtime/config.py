@@ -26,6 +26,7 @@ class ModelOptions:
 
     model: str = "smollm2"  # a known name, a folder, a .gguf file or a hub id
     dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on a CPU, else the checkpoint's
+    quantize: str = "auto"  # none, int8 (projections, on a CPU); auto: int8 if it is as good
     load_format: str = "auto"  # auto, dummy (random weights from the folder's config)
     device: str = "auto"  # cpu, cuda
     kernels: str = "auto"  # a name from sapwood.kernels.KERNELS
@@ -33,6 +34,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("quantize", self.quantize, ("auto", "none", "int8"))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)

@@ -34,6 +34,7 @@ from sapwood.runtime.model_cache import build_folder, cache_folder
 from sapwood.runtime.model_config import DTYPES, ModelConfig, read_model_config
 from sapwood.runtime.models import Model, load_model_class
 from sapwood.runtime.pull import KNOWN_MODELS, pull
+from sapwood.runtime.quantize import MAX_DIVERGENCE, Quantize, quantize_model
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,16 @@ class LoadFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run. `path` holds its tokenizer's files, where it came from a folder."""
+    """A model ready to run. `path` holds its tokenizer's files, where it came from a folder.
+
+    `quantize` is what its projections are computed in: int8, or none for the model's dtype.
+    """
 
     model: Model
     config: ModelConfig
     path: Path | None
     name: str
+    quantize: Quantize
 
 
 def load_model(
@@ -67,12 +72,15 @@ def load_model(
     dtype: str = "auto",
     load_format: str = "auto",
     device: str | torch.device = "cpu",
+    quantize: str = "none",
 ) -> LoadedModel:
     """Load `source`, fetching or converting it if this was not done before.
 
     `source` is the path of a model's folder or .gguf file, a name in `KNOWN_MODELS`, or the id of
     a hub repository; with `load_format="dummy"` also a `ModelConfig`. `dtype` is float32,
-    bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere.
+    bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere. `quantize` is none,
+    int8 (float32 activations between projections in int8, on a CPU) or auto: int8 where it can be
+    had and moves the model's predictions by no more than quantize.MAX_DIVERGENCE.
 
     Raises ConfigError for an unknown option, ModelNotFoundError and ModelAccessError where there
     is nothing to load, UnsupportedModelError for what is not served and ModelError for a
@@ -96,11 +104,67 @@ def load_model(
     else:
         assert path is not None
         weights = _read_weights(path, config, chosen, device)
-    model = load_model_class(config.model_type)(config, weights, kernels)
+    model, quantized = _build(quantize, config, weights, kernels, None if is_dummy else path)
     logger.info(
-        "loaded %s as %s on %s in %.2f s", name, chosen, device, time.perf_counter() - started
+        "loaded %s as %s%s on %s in %.2f s",
+        name,
+        chosen,
+        " with int8 projections" if quantized is Quantize.INT8 else "",
+        device,
+        time.perf_counter() - started,
     )
-    return LoadedModel(model=model, config=config, path=path, name=name)
+    return LoadedModel(model=model, config=config, path=path, name=name, quantize=quantized)
+
+
+def _build(
+    quantize: str,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    kernels: Kernels,
+    path: Path | None,
+) -> tuple[Model, Quantize]:
+    """The model, in int8 if that is asked for; without a `path` there is nothing to calibrate."""
+    model_class = load_model_class(config.model_type)
+    wanted = _quantize(quantize)
+    if wanted is not Quantize.NONE:
+        obstacle, int8_kernels = _int8_kernels(weights, kernels)
+        if int8_kernels is None:
+            if wanted is Quantize.INT8:
+                raise ConfigError(f"quantize is int8, and {obstacle}")
+        elif path is None and wanted is Quantize.INT8:
+            return model_class(config, weights, int8_kernels), Quantize.INT8
+        elif path is not None:
+            bound = MAX_DIVERGENCE if wanted is Quantize.AUTO else None
+            built = quantize_model(model_class, config, weights, kernels, int8_kernels, path, bound)
+            if built is not None:
+                logger.info("int8 moves its predictions by %.4f nats a token", built.divergence)
+                return built.model, Quantize.INT8
+            logger.warning(
+                "int8 would move the predictions of %s by more than %.2f nats a token, so it runs "
+                "in float32; quantize=int8 insists",
+                path.name,
+                MAX_DIVERGENCE,
+            )
+    return model_class(config, weights, kernels), Quantize.NONE
+
+
+def _int8_kernels(
+    weights: Mapping[str, Tensor], kernels: Kernels
+) -> tuple[str, Kernels | None]:
+    """The kernels for int8, or why there are none."""
+    tensor = next(iter(weights.values()))
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"the model is {dtype} on {tensor.device}; it must be float32 on a CPU", None
+    quantized = kernels.quantized()
+    return f"the kernels {kernels.name!r} have no int8 on this machine; use none", quantized
+
+
+def _quantize(value: str) -> Quantize:
+    try:
+        return Quantize(value)
+    except ValueError as error:
+        raise ConfigError(f"quantize is {value!r}; it is {', '.join(Quantize)}") from error
 
 
 def find_model(source: str | Path) -> Path:

@@ -8,7 +8,7 @@ checkpoint has and in which order they are applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
 from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.model_config import ModelConfig, RopeConfig, RopeKind
+from sapwood.runtime.smoothing import SmoothingGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,18 @@ class LlamaForCausalLM:
     def config(self) -> ModelConfig:
         return self._config
 
+    @property
+    def projections(self) -> Mapping[str, object]:
+        found: dict[str, object] = {"head": self._head}
+        for index, layer in enumerate(self._layers):
+            found |= {
+                f"layers.{index}.qkv": layer.qkv,
+                f"layers.{index}.output": layer.output,
+                f"layers.{index}.gate_up": layer.gate_up,
+                f"layers.{index}.down": layer.down,
+            }
+        return found
+
     def kv_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
         return KVCacheSpec(
             num_layers=self._config.num_hidden_layers,
@@ -85,8 +98,8 @@ class LlamaForCausalLM:
             if index == last:
                 # From here on no row sees another: the rows without logits have done their part.
                 residual, attended = residual[batch.logits_rows], attended[batch.logits_rows]
-            residual = residual + self._kernels.linear(attended, layer.output)
-            residual = residual + self._mlp(layer, residual)
+            residual = self._kernels.linear(attended, layer.output, residual)
+            residual = self._mlp(layer, residual)
         return residual
 
     def _attend(
@@ -112,9 +125,10 @@ class LlamaForCausalLM:
         return kernels.attention(query, kv, index, batch.attention, scale).flatten(1)
 
     def _mlp(self, layer: _Layer, residual: Tensor) -> Tensor:
+        """The residual stream after the gated MLP."""
         x = self._kernels.rms_norm(residual, layer.mlp_norm, self._config.rms_norm_eps)
         gate_up = self._kernels.linear(x, layer.gate_up)
-        return self._kernels.linear(self._kernels.silu_and_mul(gate_up), layer.down)
+        return self._kernels.linear(self._kernels.silu_and_mul(gate_up), layer.down, residual)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         x = self._kernels.rms_norm(hidden, self._norm, self._config.rms_norm_eps)
@@ -141,6 +155,14 @@ class LlamaForCausalLM:
             for name in names
             if name.endswith(".rotary_emb.inv_freq")
             or (name == "lm_head.weight" and config.tie_word_embeddings)
+        )
+
+    @staticmethod
+    def smoothing_groups(config: ModelConfig) -> Iterator[SmoothingGroup]:
+        for index in _layer_ids(config):
+            yield from _smoothing_groups(config, index)
+        yield SmoothingGroup(
+            name="head", producers=("model.norm.weight",), consumers=("lm_head.weight",)
         )
 
 
@@ -194,6 +216,38 @@ def _build_layer(
         mlp_norm=weights[f"{prefix}.post_attention_layernorm.weight"].clone(),
         gate_up=fused(mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=fused(mlp_bias, "mlp.down_proj"),
+    )
+
+
+def _smoothing_groups(config: ModelConfig, index: int) -> Iterator[SmoothingGroup]:
+    """The projections of one layer. The MLP's input channels are outputs of up_proj, by which the
+    gate is multiplied; those of attention's output are outputs of v_proj, one for a KV group."""
+    layer = f"model.layers.{index}"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    yield SmoothingGroup(
+        name=f"layers.{index}.qkv",
+        producers=(f"{layer}.input_layernorm.weight",),
+        consumers=tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
+    )
+    num_kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+    value_channels = torch.arange(num_kv_heads * head_dim).view(num_kv_heads, 1, head_dim)
+    num_groups = config.num_attention_heads // num_kv_heads
+    has_bias = config.attention_bias
+    yield SmoothingGroup(
+        name=f"layers.{index}.output",
+        producers=(f"{attention}.v_proj.weight", *[f"{attention}.v_proj.bias"] * has_bias),
+        consumers=(f"{attention}.o_proj.weight",),
+        channel_of_input=value_channels.expand(-1, num_groups, -1).reshape(-1),
+    )
+    yield SmoothingGroup(
+        name=f"layers.{index}.gate_up",
+        producers=(f"{layer}.post_attention_layernorm.weight",),
+        consumers=(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+    )
+    yield SmoothingGroup(
+        name=f"layers.{index}.down",
+        producers=(f"{mlp}.up_proj.weight", *[f"{mlp}.up_proj.bias"] * config.mlp_bias),
+        consumers=(f"{mlp}.down_proj.weight",),
     )
 
 
