@@ -15,21 +15,23 @@ Without `--data` (JSON lines with a "question") prompts are random token ids of 
 """
 
 import argparse
-import functools
-import json
-import os
-import platform
 import random
-import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from common import (
+    RESULTS,
+    commit,
+    machine,
+    read_json_lines,
+    self_times,
+    settings,
+    spread,
+    write_json,
+)
 
 from sapwood import Engine, SamplingParams
 from sapwood.radix import Lease, PrefixCache
@@ -51,10 +53,10 @@ class Timing:
 
 def main() -> None:
     arguments = _parse()
-    settings = {"num_kv_blocks": arguments.num_kv_blocks}
+    options = {"num_kv_blocks": arguments.num_kv_blocks}
     with (
-        Engine(arguments.model, prefix_caching=True, **settings) as tree,
-        Engine(arguments.model, prefix_caching=False, **settings) as no_tree,
+        Engine(arguments.model, prefix_caching=True, **options) as tree,
+        Engine(arguments.model, prefix_caching=False, **options) as no_tree,
     ):
         batches = _batches(arguments, tree.info.vocab_size)
         sampling = SamplingParams(
@@ -79,18 +81,18 @@ def main() -> None:
     cpu_ratios = [with_tree.cpu / without.cpu for with_tree, without in pairs]
     result = {
         "question": "what does the tree cost where nothing is shared",
-        "machine": _machine(),
-        "commit": _commit(),
+        "machine": machine(),
+        "commit": commit(),
         "engine": info,
-        "settings": {key: value for key, value in vars(arguments).items() if key != "out"},
+        "settings": settings(arguments),
         "prompt_tokens": after.prompt_tokens - before.prompt_tokens,
         "cached_tokens": after.cached_tokens - before.cached_tokens,
-        "wall_ratio": _spread(wall_ratios),
-        "cpu_ratio": _spread(cpu_ratios),
-        "radix_share_of_wall": {name: _spread(values) for name, values in shares.items()},
+        "wall_ratio": spread(wall_ratios),
+        "cpu_ratio": spread(cpu_ratios),
+        "radix_share_of_wall": {name: spread(values) for name, values in shares.items()},
         "pairs": [{"tree": asdict(one), "no_tree": asdict(other)} for one, other in pairs],
     }
-    _write(arguments.out, result)
+    write_json(arguments.out, result)
     print(_line(result))
 
 
@@ -105,7 +107,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--num-kv-blocks", type=int, default=256, help="small, so that it evicts")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/overhead.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "overhead.json")
     return parser.parse_args()
 
 
@@ -113,8 +115,7 @@ def _batches(arguments: argparse.Namespace, vocab_size: int) -> Iterator[list[Pr
     """Batches of prompts, no two of which begin with the same token or text."""
     count = arguments.num_requests
     if arguments.data is not None:
-        lines = arguments.data.read_text(encoding="utf-8").splitlines()
-        questions = [json.loads(line)["question"] for line in lines]
+        questions = [row["question"] for row in read_json_lines(arguments.data)]
         for start in range(0, len(questions) - count + 1, count):
             yield questions[start : start + count]
         raise SystemExit(f"{arguments.data} has too few questions for that many batches")
@@ -153,91 +154,12 @@ def _radix_shares(
     engine: Engine, batches: Iterator[list[Prompt]], sampling: SamplingParams, count: int
 ) -> list[float]:
     shares = []
-    with _timed_verbs() as spent:
+    with self_times((owner, name) for owner, names in VERBS for name in names) as seconds:
         for _ in range(count):
-            before = spent()
+            before = sum(seconds.values())
             timing = _time(engine, next(batches), sampling)
-            shares.append((spent() - before) / timing.wall)
+            shares.append((sum(seconds.values()) - before) / timing.wall)
     return shares
-
-
-@contextmanager
-def _timed_verbs() -> Iterator[Callable[[], float]]:
-    """Put a timer around every verb; gives a function that tells the seconds spent so far.
-
-    A verb that calls another one is counted once. Verbs run on the core's thread only.
-    """
-    total = 0.0
-    depth = 0
-
-    def timed(verb: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(verb)
-        def wrapper(*arguments: Any, **options: Any) -> Any:
-            nonlocal total, depth
-            started = time.perf_counter()
-            depth += 1
-            try:
-                return verb(*arguments, **options)
-            finally:
-                depth -= 1
-                if not depth:
-                    total += time.perf_counter() - started
-
-        return wrapper
-
-    originals = [(owner, name, getattr(owner, name)) for owner, names in VERBS for name in names]
-    for owner, name, verb in originals:
-        setattr(owner, name, timed(verb))
-    try:
-        yield lambda: total
-    finally:
-        for owner, name, verb in originals:
-            setattr(owner, name, verb)
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {
-        "median": median,
-        "first_quartile": low,
-        "third_quartile": high,
-        "min": min(values),
-        "max": max(values),
-        "n": len(values),
-    }
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "num_cpus": len(os.sched_getaffinity(0)),
-        "num_threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _commit() -> str | None:
-    """The commit, marked where files differ from it; None outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def _line(result: dict[str, Any]) -> str:

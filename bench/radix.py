@@ -19,11 +19,6 @@ and tokens.
 
 import argparse
 import gc
-import json
-import os
-import platform
-import statistics
-import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -31,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import RESULTS, commit, machine, settings, spread, write_json
 
 from sapwood.radix import LRU, Node, PrefixCache
 
@@ -59,23 +55,22 @@ def main() -> None:
     request = {str(size): _requests(size, arguments, draw) for size in sizes}
     result = {
         "question": "what does a request cost in the prefix cache, and does it grow with the tree",
-        "machine": _machine(),
-        "commit": _commit(),
+        "machine": machine(),
+        "commit": commit(),
         "settings": {
             "prompt_len": PROMPT_LEN,
             "suffix_len": SUFFIX_LEN,
             "chunk_len": CHUNK_LEN,
             "block_size": BLOCK_SIZE,
             "num_groups": NUM_GROUPS,
-            **{key: value for key, value in vars(arguments).items() if key != "out"},
+            **settings(arguments),
         },
         "unit": "microseconds of CPU time, bytes",
         "request_by_num_nodes": request,
         "evict_one_of_50000_leaves": _evictions(50_000, arguments, draw),
         "memory": _memory(draw),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+    write_json(arguments.out, result)
     _print_table(result)
 
 
@@ -85,7 +80,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=300, help="of each kind, after warm-up")
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/radix.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "radix.json")
     return parser.parse_args()
 
 
@@ -149,7 +144,7 @@ def _requests(num_nodes: int, arguments: argparse.Namespace, draw: np.random.Gen
     times["hit"] = {"match": _time_each(lambda: cache.match(hit), arguments.requests)}
     num_actual = sum(1 for _ in cache.walk())
     spreads = {
-        kind: {verb: _spread(values) for verb, values in samples.items()}
+        kind: {verb: spread(values) for verb, values in samples.items()}
         for kind, samples in times.items()
     }
     return {"num_nodes": num_actual, **spreads}
@@ -185,7 +180,7 @@ def _evictions(num_leaves: int, arguments: argparse.Namespace, draw: np.random.G
     cache = PrefixCache(2 * num_leaves, BLOCK_SIZE, policy=LRU)
     _fill(cache, num_leaves, draw)
     gc.collect()
-    return _spread(_time_each(lambda: cache.evict(1), arguments.requests))
+    return spread(_time_each(lambda: cache.evict(1), arguments.requests))
 
 
 def _time_each(call: Callable[[], object], count: int) -> list[float]:
@@ -215,36 +210,6 @@ def _memory(draw: np.random.Generator) -> dict[str, float]:
         "bytes_per_node": of_nodes / num_nodes,
         "bytes_per_token": of_tokens / (num_prompts * PROMPT_LEN),
     }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {
-        "median": median,
-        "first_quartile": low,
-        "third_quartile": high,
-        "mean": statistics.fmean(values),
-        "max": max(values),
-        "n": len(values),
-    }
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "num_cpus": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
-def _commit() -> str | None:
-    """The commit; None outside a repository or before its first."""
-    command = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def _print_table(result: dict[str, Any]) -> None:

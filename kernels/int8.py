@@ -93,7 +93,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> Int8Projection:
     zero_points = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensor = torch._make_per_channel_quantized_tensor(  # type: ignore[attr-defined]
+        tensor = torch._make_per_channel_quantized_tensor(
             quantized.values, quantized.scales.double(), zero_points, 0
         )
         packed = torch.ops.quantized.linear_prepack(tensor, None)
@@ -107,19 +107,11 @@ def pack(weight: Tensor, bias: Tensor | None) -> Int8Projection:
 
 def linear(x: Tensor, projection: Int8Projection, residual: Tensor | None) -> Tensor:
     """`residual + x @ weight.T + bias` for x float32 [rows, in]; a new tensor."""
-    packed, outliers, outlier_weight, bias = projection
-    base = residual
-    if bias is not None:
-        base = bias if base is None else base + bias
-    if outliers is not None:
-        kept = x.index_select(1, outliers)
-        base = kept @ outlier_weight if base is None else torch.addmm(base, kept, outlier_weight)
     scaled, magnitudes = quantize_rows(x)
-    product: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        scaled, 1 / _LEVELS, _LEVELS + 1, packed
+    out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        scaled, 1 / _LEVELS, _LEVELS + 1, projection.packed
     )
-    if base is None:
-        return product.mul_(magnitudes)
-    if outliers is not None:
-        return base.addcmul_(product, magnitudes)
-    return torch.addcmul(base, product, magnitudes)
+    out = out.mul_(magnitudes) if residual is None else torch.addcmul(residual, out, magnitudes)
+    if projection.outliers is not None:
+        out.addmm_(x.index_select(1, projection.outliers), projection.outlier_weight)
+    return out if projection.bias is None else out.add_(projection.bias)

@@ -123,8 +123,8 @@ class Kernels(Protocol):
 
         heads [T, H, D], queries and keys side by side. Dimensions `i` and `i + D / 2` are the two
         coordinates of frequency `i`, so each dimension takes its cosine and its partner's sine,
-        negative in the first half: cos float32 [T, D] holds the D / 2 cosines twice, sin float32
-        [T, D] the D / 2 sines negated and then as they are.
+        negative in the first half: cos float32 [T, 1, D] holds the D / 2 cosines twice, sin float32
+        [T, 1, D] the D / 2 sines negated and then as they are.
         """
         ...
 

@@ -125,7 +125,7 @@ class ReferenceKernels:
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         exact = heads.to(torch.float32)
         partner = exact.roll(heads.shape[-1] // 2, dims=-1)
-        return (exact * cos.unsqueeze(1) + partner * sin.unsqueeze(1)).to(heads.dtype)
+        return (exact * cos + partner * sin).to(heads.dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -47,6 +47,11 @@ class EngineInfo:
     created: int  # seconds since the epoch
 
     @property
+    def precision(self) -> str:
+        """What is computed in, in words."""
+        return self.dtype if self.quantize == "none" else f"{self.dtype} and {self.quantize}"
+
+    @property
     def kv_capacity_tokens(self) -> int:
         return self.num_kv_blocks * self.block_size
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from sapwood.kernels.interface import Kernels
 
-# On 40 texts of GSM8K with SmolLM2-135M, KL divergence from float32: 0.040 without smoothing, 0.0145
-# with it, 0.0047 with 16 outliers apart as well (0.0057 with 8, 0.0061 with 16 and no smoothing).
+# On 40 texts of GSM8K with SmolLM2-135M, KL divergence from float32 in nats a token: 0.040 without
+# smoothing, 0.0145 with it, 0.0047 with 16 outliers apart as well (0.0057 with 8).
 _ALPHA = 0.5
 _NUM_OUTLIERS = 16
 _OUTLIER_FACTOR = 2.0**12

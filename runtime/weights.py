@@ -148,9 +148,7 @@ def _build(
     return model_class(config, weights, kernels), Quantize.NONE
 
 
-def _int8_kernels(
-    weights: Mapping[str, Tensor], kernels: Kernels
-) -> tuple[str, Kernels | None]:
+def _int8_kernels(weights: Mapping[str, Tensor], kernels: Kernels) -> tuple[str, Kernels | None]:
     """The kernels for int8, or why there are none."""
     tensor = next(iter(weights.values()))
     if tensor.device.type != "cpu" or tensor.dtype != torch.float32:

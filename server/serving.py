@@ -116,7 +116,7 @@ class Serving:
     def fingerprint(self) -> str:
         """Changes whenever the same seed may give another answer."""
         info = self.engine.info
-        what = (sapwood.__version__, info.model_name, info.dtype, info.device, info.kernels)
+        what = (sapwood.__version__, info.model_name, info.precision, info.device, info.kernels)
         return f"fp_{sha256(repr(what).encode()).hexdigest()[:10]}"
 
     def model_name(self, asked: str | None) -> str:

@@ -252,7 +252,7 @@ def _smoothing_groups(config: ModelConfig, index: int) -> Iterator[SmoothingGrou
 
 
 class _RopeAngles(NamedTuple):
-    """Cosines and signed sines by position as `Kernels.rotary` wants them, [max_position, D]."""
+    """Cosines and signed sines by position, for `Kernels.rotary`: [max_position, 1, D]."""
 
     cos: Tensor
     sin: Tensor
@@ -261,9 +261,9 @@ class _RopeAngles(NamedTuple):
 def _rope_angles(config: ModelConfig, device: torch.device) -> _RopeAngles:
     frequencies = _rope_frequencies(config.rope, config.head_dim)
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies).to(device)
+    angles = torch.outer(positions, frequencies).to(device).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
-    return _RopeAngles(cos=torch.cat((cos, cos), dim=1), sin=torch.cat((-sin, sin), dim=1))
+    return _RopeAngles(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1))
 
 
 def _rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

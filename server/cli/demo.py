@@ -44,7 +44,7 @@ class Info(Protocol):
     @property
     def device(self) -> str: ...
     @property
-    def dtype(self) -> str: ...
+    def precision(self) -> str: ...
     @property
     def kernels(self) -> str: ...
     @property
@@ -228,8 +228,8 @@ def _num_holders(tree: Sequence[TreeNode]) -> int:
 def _headline(info: Info) -> Text:
     return Text.assemble(
         ("sapwood demo", "bold"),
-        f"  {info.model_name} in {info.dtype} on {info.device}, {info.kernels} kernels, blocks of "
-        f"{info.block_size} tokens, loaded in {info.load_seconds:.1f} s",
+        f"  {info.model_name} in {info.precision} on {info.device}, {info.kernels} kernels, "
+        f"blocks of {info.block_size} tokens, loaded in {info.load_seconds:.1f} s",
     )
 
 

@@ -59,6 +59,9 @@ def serve(
     max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 32,
     log_level: Annotated[LogLevel, typer.Option(help="What is logged.")] = LogLevel.INFO,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[
+        str, typer.Option(help="none, int8 (on a CPU), or auto: int8 if predictions hardly move.")
+    ] = "none",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, or the name of a backend.")] = "auto",
@@ -189,7 +192,7 @@ def banner(info: "EngineInfo", url: str) -> str:
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
     sharing = "prefix sharing" if info.prefix_caching else "no prefix sharing"
     lines = {
-        "model": f"{info.model_name}, {info.dtype} on {info.device}, {info.kernels} kernels",
+        "model": f"{info.model_name}, {info.precision} on {info.device}, {info.kernels} kernels",
         "context": f"{info.max_model_len:,} tokens",
         "KV cache": (
             f"{info.kv_capacity_tokens:,} tokens, {info.kv_bytes / 2**30:.2f} GiB, "

@@ -364,7 +364,9 @@ def test_rotary_turns_the_coordinates_of_each_frequency(
     # Complex numbers turned by multiplication are an independent way of writing a rotation.
     numbers = torch.complex(heads[..., :8].double(), heads[..., 8:].double())
     turned = numbers * torch.polar(torch.ones(5, 1, 8).double(), angles.double().unsqueeze(1))
-    result = kernels.rotary(heads, torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))
+    result = kernels.rotary(
+        heads, torch.cat((cos, cos), 1).unsqueeze(1), torch.cat((-sin, sin), 1).unsqueeze(1)
+    )
     assert result.dtype == dtype
     assert_close(result, torch.cat((turned.real, turned.imag), dim=-1))
 

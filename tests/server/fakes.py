@@ -68,7 +68,7 @@ class FakeEngine:
         self._counts = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}
         self._finished: dict[str, int] = {}
         self.info = SimpleNamespace(
-            model_name="fake/model", dtype="float32", device="cpu", kernels="none",
+            model_name="fake/model", precision="float32", device="cpu", kernels="none",
             schedule_policy="lpm", prefix_caching=True, max_model_len=max_model_len,
             num_kv_blocks=64, block_size=16, kv_capacity_tokens=1024, kv_bytes=2**20,
             vocab_size=257, load_seconds=0.1, created=1_700_000_000,

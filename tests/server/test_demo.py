@@ -53,7 +53,7 @@ class FakeEngine:
         default_factory=lambda: SimpleNamespace(
             model_name="fake",
             device="cpu",
-            dtype="float32",
+            precision="float32",
             kernels="none",
             block_size=16,
             load_seconds=0.5,

@@ -1,0 +1,121 @@
+"""Loading in int8: calibrated once, taken by itself only where it is as good."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sapwood import ConfigError, Engine, SamplingParams
+from sapwood.kernels import load_kernels
+from sapwood.kernels.int8 import Int8Projection, is_available
+from sapwood.runtime import quantize
+from sapwood.runtime.quantize import Quantize
+from sapwood.runtime.weights import LoadedModel, load_model
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch has no fbgemm")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def load(folder: Path, **options: str) -> LoadedModel:
+    return load_model(folder, kernels=load_kernels("cpu"), **options)
+
+
+def test_every_projection_is_int8(tiny_model: Path) -> None:
+    loaded = load(tiny_model, quantize="int8")
+    assert loaded.quantize is Quantize.INT8
+    projections = loaded.model.projections
+    assert len(projections) == 4 * loaded.config.num_hidden_layers + 1
+    assert all(isinstance(p, Int8Projection) for p in projections.values())
+    untouched = load(tiny_model, quantize="none")
+    assert untouched.quantize is Quantize.NONE
+    assert not any(isinstance(p, Int8Projection) for p in untouched.model.projections.values())
+
+
+def test_a_checkpoint_is_calibrated_once(
+    tiny_model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load(tiny_model, quantize="int8")
+    (stored,) = (own_cache / "calibrated").glob("*/calibration.safetensors")
+    assert set(load_file(stored)) == set(first.model.projections)
+    monkeypatch.setattr(quantize, "_calibrate", None)
+    assert load(tiny_model, quantize="int8").quantize is Quantize.INT8
+
+
+def test_changed_weights_are_calibrated_anew(tiny_model: Path, own_cache: Path) -> None:
+    changed = own_cache / "changed"
+    changed.mkdir()
+    for path in tiny_model.iterdir():
+        (changed / path.name).write_bytes(path.read_bytes())
+    load(tiny_model, quantize="int8")
+    load(changed, quantize="int8")
+    assert len(list((own_cache / "calibrated").glob("*/"))) == 1, "the place does not matter"
+    weights = load_file(changed / "model.safetensors")
+    save_file({n: t * 1.5 for n, t in weights.items()}, changed / "model.safetensors")
+    load(changed, quantize="int8")
+    assert len(list((own_cache / "calibrated").glob("*/"))) == 2
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(1e9, Quantize.INT8), (0.0, Quantize.NONE)])
+def test_auto_takes_int8_where_predictions_stay_what_they_are(
+    tiny_model: Path,
+    bound: float,
+    expected: Quantize,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("sapwood.runtime.weights.MAX_DIVERGENCE", bound)
+    with caplog.at_level(logging.WARNING):
+        assert load(tiny_model, quantize="auto").quantize is expected
+    assert ("quantize=int8 insists" in caplog.text) == (expected is Quantize.NONE)
+
+
+def test_int8_that_cannot_be_had_is_refused_and_auto_does_without(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="must be float32 on a CPU"):
+        load(tiny_model, quantize="int8", dtype="bfloat16")
+    assert load(tiny_model, quantize="auto", dtype="bfloat16").quantize is Quantize.NONE
+    with pytest.raises(ConfigError, match="'reference' have no int8"):
+        load_model(tiny_model, kernels=load_kernels("reference"), quantize="int8")
+    with pytest.raises(ConfigError, match="auto, none, int8"):
+        load(tiny_model, quantize="int4")
+
+
+def test_dummy_weights_need_no_calibration(tiny_model: Path, own_cache: Path) -> None:
+    loaded = load(tiny_model, quantize="int8", load_format="dummy")
+    assert loaded.quantize is Quantize.INT8
+    assert not (own_cache / "calibrated").exists()
+
+
+def test_a_tied_head_is_quantised_and_the_embedding_is_not(
+    tiny_model: Path, own_cache: Path
+) -> None:
+    tied = own_cache / "tied"
+    tied.mkdir()
+    for path in tiny_model.iterdir():
+        (tied / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tied / "config.json").write_text(json.dumps(config))
+    weights = load_file(tied / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tied / "model.safetensors")
+    model = load(tied, quantize="int8").model
+    assert isinstance(model.projections["head"], Int8Projection)
+    embedding = model._embedding  # type: ignore[attr-defined]
+    assert torch.equal(embedding, weights["model.embed_tokens.weight"])
+
+
+def test_the_engine_says_what_it_computes_in(tiny_model: Path) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    for mode in ("none", "int8"):
+        with Engine(str(tiny_model), quantize=mode, num_kv_blocks=64) as engine:
+            assert engine.info.quantize == mode
+            assert len(engine.generate(["Some text"], sampling)[0].outputs[0].token_ids) == 4
+    with pytest.raises(ConfigError, match="quantize is 'int4'"):
+        Engine(str(tiny_model), quantize="int4")
