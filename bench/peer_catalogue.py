@@ -16,7 +16,7 @@ NUM_THREADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine to measure.
+    """An engine to measure. An adapter may know better what `activations` are on this machine.
 
     `options` are its adapter's; a word in braces stands for the path of a model. `memory_gib` is
     a guess, to decide how many engines may be loaded at once. `is_late`: measured last, with what
@@ -63,19 +63,20 @@ def _sapwood(quantize: str, weights: str, activations: str) -> EngineSpec:
     )
 
 
-def _openvino(weight_format: str, weights: str, kv_type: str, kv_cache: str) -> EngineSpec:
-    cache_gb = "2" if kv_type == "f32" else "1"
-    options = ("--model", f"{{openvino-{weight_format}}}", "--kv-type", kv_type)
+def _openvino(weight_format: str, dtype: str, kv_cache: str) -> EngineSpec:
+    is_float32 = dtype == "float32"
+    options = ("--model", f"{{openvino-{weight_format}}}", "--precision", dtype)
+    cache_gb = "2" if is_float32 else "1"
     return EngineSpec(
-        name="openvino-f32" if weight_format == "fp32" else f"openvino-{weight_format}",
-        title=f"OpenVINO GenAI, {weights}",
-        weights=weights,
-        activations="float32" if weight_format == "fp32" else "float32/int8",
+        name="openvino-f32" if is_float32 else f"openvino-{dtype}",
+        title=f"OpenVINO GenAI, {dtype}",
+        weights=dtype,
+        activations="float32",
         kv_cache=kv_cache,
         environment="openvino",
         adapter="openvino_engine.py",
         options=(*options, "--cache-gb", cache_gb, "--threads", str(NUM_THREADS)),
-        memory_gib=4 if weight_format == "fp32" else 2,
+        memory_gib=4 if is_float32 else 2,
         primed=("c", "t"),
     )
 
@@ -134,8 +135,8 @@ ENGINES: Mapping[str, EngineSpec] = MappingProxyType(
                 memory_gib=5,
                 is_slow_to_load=True,
             ),
-            _openvino("int8", "int8", "u8", "uint8"),
-            _openvino("fp32", "float32", "f32", "float32"),
+            _openvino("int8", "int8", "uint8"),
+            _openvino("fp32", "float32", "float32"),
             _llamacpp("Q4_0", 1),
             _llamacpp("Q4_0", 8),
             _llamacpp("Q8_0", 1),

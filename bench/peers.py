@@ -232,7 +232,7 @@ class Bench:
             {
                 "title": spec.title,
                 "weights": spec.weights,
-                "activations": spec.activations,
+                "activations": process.description.get("activations", spec.activations),
                 "kv_cache": spec.kv_cache,
                 "is_sapwood": spec.is_sapwood,
                 "is_float32": spec.is_float32,

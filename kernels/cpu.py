@@ -196,7 +196,7 @@ class CpuKernels:
         if isinstance(packed, int8.Int8Projection):
             return int8.linear(x, packed, residual)
         if not isinstance(packed, _Projection):
-            raise TypeError(f"expected a packed projection, got {type(packed).__name__}")
+            raise TypeError(f"expected a packed Projection, got {type(packed).__name__}")
         if not packed.weight.is_mkldnn:
             out = functional.linear(x, *packed)
             return out if residual is None else out + residual

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,16 @@ def build_engine(config: EngineConfig, clock: Callable[[], float]) -> EnginePart
     """Load the model, allocate the KV cache and put the core together.
 
     Raises ModelError and ConfigError. Cost: reading the weights once.
+
+    It is done on a thread that ends. Every thread that computes gets OpenMP workers of its own, and
+    libgomp's workers no longer wait actively once there are more of them than cores: a caller's
+    thread that had loaded a model would cost every later step up to a half of its speed.
     """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sapwood-build") as pool:
+        return pool.submit(_build, config, clock).result()
+
+
+def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     started = time.monotonic()
     policy = load_policy(config.scheduler.schedule_policy)
     device = _device(config.model.device)

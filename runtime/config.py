@@ -67,7 +67,7 @@ class SchedulerOptions:
     """Who runs when."""
 
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 256  # rows of one step
+    max_num_batched_tokens: int = 512  # rows of one step
     schedule_policy: str = "lpm"  # a name from sapwood.runtime.policy.POLICIES
     max_overtakes: int = 64  # a request overtaken that often goes first
     mode: BatchingMode = BatchingMode.CONTINUOUS

@@ -1,12 +1,13 @@
 """OpenVINO GenAI's continuous batching for `bench/peers.py`.
 
-python openvino_engine.py --model FOLDER --kv-type f32 --cache-gb 2 --threads 2
+python openvino_engine.py --model FOLDER --precision float32 --cache-gb 2 --threads 2
 """
 
 import argparse
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from driver import Answer, Request, serve
 class OpenVinoEngine:
     """The client drives the steps and reads what each request got."""
 
-    def __init__(self, model: str, kv_type: str, cache_gb: int, num_threads: int) -> None:
+    def __init__(self, model: str, *, is_int8: bool, cache_gb: int, num_threads: int) -> None:
+        self._is_int8 = is_int8
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = cache_gb
         scheduler.enable_prefix_caching = True
@@ -28,7 +30,7 @@ class OpenVinoEngine:
         properties = {
             "INFERENCE_NUM_THREADS": num_threads,
             "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": kv_type,
+            "KV_CACHE_PRECISION": "u8" if is_int8 else "f32",
         }
         self._settings = properties | {
             "cache_size": cache_gb,
@@ -45,7 +47,11 @@ class OpenVinoEngine:
 
     def describe(self) -> dict[str, Any]:
         names = ("openvino", "openvino-genai")
-        return {"versions": {name: version(name) for name in names}, "settings": self._settings}
+        return {
+            "versions": {name: version(name) for name in names},
+            "settings": self._settings,
+            "activations": "int8" if self._is_int8 and _has_vnni() else "float32",
+        }
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -98,16 +104,24 @@ class _Unfinished:
         return Answer(self._request.key, self._token_ids, now, self._first_token_time)
 
 
+def _has_vnni() -> bool:
+    """Whether int8 weights meet activations quantised on the way; else these stay float32."""
+    return "vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--kv-type", choices=["f32", "u8"], required=True)
+    parser.add_argument("--precision", choices=["float32", "int8"], required=True)
     parser.add_argument("--cache-gb", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     serve(
         lambda: OpenVinoEngine(
-            arguments.model, arguments.kv_type, arguments.cache_gb, arguments.threads
+            arguments.model,
+            is_int8=arguments.precision == "int8",
+            cache_gb=arguments.cache_gb,
+            num_threads=arguments.threads,
         )
     )
 

@@ -80,7 +80,7 @@ def serve(
     ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share computed prefixes.")] = True,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 128,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 512,
     schedule_policy: Annotated[
         str, typer.Option(help="Who runs next: lpm (longest cached prefix first) or fcfs.")
     ] = "lpm",
