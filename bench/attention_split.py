@@ -118,10 +118,8 @@ def _noted_plans(
     noted: list[tuple[AttentionPlan, PreparedAttention]] = []
     original = kernels.plan_attention
 
-    def plan_attention(
-        self: Kernels, plan: AttentionPlan, device: torch.device
-    ) -> PreparedAttention:
-        prepared = original(self, plan, device)
+    def plan_attention(self: Kernels, plan: AttentionPlan, spec: KVCacheSpec) -> PreparedAttention:
+        prepared = original(self, plan, spec)
         noted.append((plan, prepared))
         return prepared
 

@@ -75,7 +75,7 @@ class Scorer:
             positions=positions,
             slots=positions,  # block i of the sequence is block i of the cache
             logits_rows=torch.arange(end - start - num_logits, end - start),
-            attention=self._kernels.plan_attention(plan, self._kv.spec.device),
+            attention=self._kernels.plan_attention(plan, self._kv.spec),
         )
         return self._model.forward(batch, self._kv)
 

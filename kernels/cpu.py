@@ -1,6 +1,6 @@
-"""The kernels for CPUs: torch's flash attention, called once per piece of the plan.
+"""The kernels for CPUs: torch's products and flash attention, and the small operations in C.
 
-A piece is what one call can serve:
+Attention is cut into pieces. A piece is what one call can serve:
 
     whole      a run of contiguous shared blocks for all its rows. The query heads of a KV group are
                folded into rows, so it is one product of [num_rows * G, D] with [D, L] per KV head,
@@ -9,6 +9,8 @@ A piece is what one call can serve:
                longest. Sequences of similar length go together, since padding costs time too.
     causal     one sequence whose private tokens are just its rows: the upper triangle is skipped.
     masked     one sequence's rows behind private tokens that were computed before.
+    tails      the private tokens of all sequences with one row, in place: only in C (native.c),
+               where it takes the place of `ragged`, as products of few rows are slow.
 
 Every piece returns its log-sum-exp, by which a row's partial results are weighted (reference.py
 has the formula). Which rows and slots a piece reads, its mask and the merge's indices depend on the
@@ -31,6 +33,7 @@ from torch.nn import functional
 
 from sapwood.kernels import int8
 from sapwood.kernels.interface import KVCache, KVCacheSpec
+from sapwood.kernels.native import Native, load
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
 
 # Measured on two Zen 4 cores with 3 KV heads of 64: a call costs as much as 200 padded tokens;
@@ -38,6 +41,8 @@ from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegmen
 _MAX_PADDED_TOKENS = 256
 _MAX_RAGGED_LENGTH = 512
 _MAX_RAGGED_ROWS = 8
+# A row's private tokens are cut into parts of that many at most, so that all threads have work.
+_MAX_PART_TOKENS = 512
 # oneDNN reads packed weights at 22 GB/s for 1 to 3 rows and at 26 for 4 (float32, 2 threads).
 _MIN_PACKED_ROWS = 4
 # A shorter run is cheaper to gather with its neighbours than to attend to on its own.
@@ -95,12 +100,36 @@ class _Merge:
     num_parts: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tails:
+    """Parts of single rows' private tokens: `counts` slots from `starts` of `slots` each.
+
+    All int64; rows, starts and counts [num_parts].
+    """
+
+    rows: Tensor
+    starts: Tensor
+    counts: Tensor
+    slots: Tensor
+
+
 @dataclass(frozen=True, slots=True)
+class _Order:
+    """Each row's parts among all pieces' rows: parts[first[i]] ... parts[first[i + 1] - 1]."""
+
+    parts: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CpuAttention:
-    """A plan as calls and merges. Where one piece holds all rows in order, nothing is merged."""
+    """A plan as calls and merges; with native code `tails` comes after `pieces` and `order` takes
+    the place of `merges`. Where one piece holds all rows in order, nothing is merged."""
 
     pieces: tuple[_Piece, ...]
-    merges: tuple[_Merge, ...]
+    tails: _Tails | None = None
+    merges: tuple[_Merge, ...] = ()
+    order: _Order | None = None
     num_kv_tokens_read: int
 
 
@@ -112,13 +141,18 @@ class CpuKernels:
 
     def __init__(self, *, quantize: bool = False) -> None:
         self._quantize = quantize
+        self._native = self._load()
+
+    @staticmethod
+    def _load() -> Native | None:
+        return load()
 
     @property
     def name(self) -> str:
         return "cpu"
 
     def quantized(self) -> CpuKernels | None:
-        return CpuKernels(quantize=True) if int8.is_available() else None
+        return type(self)(quantize=True) if int8.is_available() else None
 
     @property
     def min_saved_tokens(self) -> int:
@@ -139,20 +173,34 @@ class CpuKernels:
         for tensor in (kv.keys, kv.values):
             tensor[:, target_slots] = tensor[:, source_slots]
 
-    def plan_attention(self, plan: AttentionPlan, device: torch.device) -> CpuAttention:
+    def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> CpuAttention:
+        has_native = self._native is not None and spec.dtype == torch.float32
+        single_rows = [s for s in plan.private if s.num_rows == 1] if has_native else []
         pieces, rows_of_piece = [], []
-        for planned in _plan_pieces(plan):
+        for planned in _plan_pieces(plan, without_single_rows=has_native):
             pieces.append(planned.piece)
             rows_of_piece.append(planned.rows)
+        tails = None
+        if single_rows:
+            tails, rows = _plan_tails(single_rows, plan.block_size)
+            rows_of_piece.append(rows)
+        row_of_part = np.concatenate(rows_of_piece)
+        is_in_order = len(rows_of_piece) == 1 and bool((np.diff(row_of_part) == 1).all())
         return CpuAttention(
             pieces=tuple(pieces),
-            merges=tuple(_plan_merges(plan.num_rows, rows_of_piece)),
+            tails=tails,
+            merges=() if has_native or is_in_order else _plan_merges(plan.num_rows, row_of_part),
+            order=_order(plan.num_rows, row_of_part) if has_native and not is_in_order else None,
             num_kv_tokens_read=plan.num_kv_tokens,
         )
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        kv.keys[layer].index_copy_(0, slots, key)
-        kv.values[layer].index_copy_(0, slots, value)
+        keys, values = kv.keys[layer], kv.values[layer]
+        if self._native is not None and key.dtype == torch.float32 and _has_whole_rows(key, value):
+            self._native.write_kv(key, value, slots, keys, values)
+            return
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
 
     def attention(
         self, query: Tensor, kv: KVCache, layer: int, prepared: object, scale: float
@@ -163,22 +211,41 @@ class CpuKernels:
         grouped = query.view(len(query), num_kv_heads, -1, query.shape[-1])
         key, value = kv.keys[layer], kv.values[layer]
         partials = [piece.run(grouped, key, value, scale) for piece in prepared.pieces]
-        if not prepared.merges:
-            return partials[0].out.flatten(1, 2)
-        return _merge(partials, prepared.merges, grouped).flatten(1, 2)
+        if prepared.tails is not None:
+            assert self._native is not None, "tails are planned for native code only"
+            partials.append(_attend_tails(self._native, prepared.tails, grouped, key, value, scale))
+        if prepared.order is not None:
+            assert self._native is not None, "an order is planned for native code only"
+            outs = torch.cat([partial.out for partial in partials]).flatten(1, 2)
+            lses = torch.cat([partial.lse for partial in partials])
+            return self._native.merge(outs, lses, prepared.order.parts, prepared.order.first)
+        if prepared.merges:
+            return _merge(partials, prepared.merges, grouped).flatten(1, 2)
+        return partials[0].out.flatten(1, 2)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
             return functional.rms_norm(x, weight.shape, weight, eps)
+        if self._native is not None and x.dim() == 2 and x.is_contiguous():
+            return self._native.rms_norm(x, weight, eps)
         # Half the operations of torch's own, which matters for few rows.
         scale = (x * x).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         return (x * scale).mul_(weight)
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._native is not None and heads.dtype == torch.float32 and _has_whole_rows(heads):
+            return self._native.rotary(heads, cos, sin)
         partner = heads.roll(heads.shape[-1] // 2, dims=-1)
         return torch.addcmul(heads * cos, partner, sin).to(heads.dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        if (
+            self._native is not None
+            and gate_up.dtype == torch.float32
+            and gate_up.dim() == 2
+            and gate_up.is_contiguous()
+        ):
+            return self._native.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
@@ -194,7 +261,7 @@ class CpuKernels:
 
     def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
         if isinstance(packed, int8.Int8Projection):
-            return int8.linear(x, packed, residual)
+            return int8.linear(x, packed, residual, self._native)
         if not isinstance(packed, _Projection):
             raise TypeError(f"expected a packed Projection, got {type(packed).__name__}")
         if not packed.weight.is_mkldnn:
@@ -206,6 +273,45 @@ class CpuKernels:
         padded: Tensor = torch.ops.mkldnn._linear_pointwise(x, *packed, "none", [], "")
         out = padded[:num_rows]
         return out if residual is None else out.add_(residual)
+
+
+class TorchCpuKernels(CpuKernels):
+    """The same with torch's operations only, as on a machine without a C compiler."""
+
+    @property
+    def name(self) -> str:
+        return "cpu-torch"
+
+    @staticmethod
+    def _load() -> None:
+        return None
+
+
+def _has_whole_rows(*tensors: Tensor) -> bool:
+    """Whether each row of these [rows, heads, dim] is contiguous."""
+    return all(t.stride(2) == 1 and t.stride(1) == t.shape[2] for t in tensors)
+
+
+def _attend_tails(
+    native: Native, tails: _Tails, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> _Partial:
+    """query [T, Hkv, G, D]; key and value [num_slots, Hkv, D] of one layer."""
+    num_parts = len(tails.rows)
+    out = query.new_empty(num_parts, *query.shape[1:])
+    lse = query.new_empty(num_parts, *query.shape[1:3])
+    native.attend(
+        query.contiguous(),
+        key,
+        value,
+        tails.rows,
+        tails.starts,
+        tails.counts,
+        tails.slots,
+        scale,
+        out,
+        lse,
+    )
+    return _Partial(out, lse)
 
 
 def _take(tensor: Tensor, index: slice | Tensor) -> Tensor:
@@ -298,11 +404,13 @@ class _PlannedPiece(NamedTuple):
     rows: NDArray[np.int64]  # the batch's rows in the order of the piece's
 
 
-def _plan_pieces(plan: AttentionPlan) -> Iterator[_PlannedPiece]:
+def _plan_pieces(plan: AttentionPlan, *, without_single_rows: bool) -> Iterator[_PlannedPiece]:
     for shared in plan.shared:
         yield from _whole_pieces(shared, plan.block_size)
     batched: dict[int, list[PrivateSegment]] = {}
     for private in plan.private:
+        if without_single_rows and private.num_rows == 1:
+            continue
         if private.num_rows <= _MAX_RAGGED_ROWS and private.length <= _MAX_RAGGED_LENGTH:
             batched.setdefault(private.num_rows, []).append(private)
         else:
@@ -398,19 +506,52 @@ def _index(indices: NDArray[np.int64]) -> slice | Tensor:
     return torch.from_numpy(indices)
 
 
-def _plan_merges(num_rows: int, rows_of_piece: list[NDArray[np.int64]]) -> Iterator[_Merge]:
-    """Group the rows by their number of pieces. Nothing where one piece has all rows in order."""
-    row_of_part = np.concatenate(rows_of_piece)
-    if len(rows_of_piece) == 1 and (np.diff(row_of_part) == 1).all():
-        return
+def _plan_tails(
+    segments: list[PrivateSegment], block_size: int
+) -> tuple[_Tails, NDArray[np.int64]]:
+    """The segments of one row each, in parts; and the parts' rows."""
+    rows, starts, counts, slots = [], [], [], []
+    num_slots = 0
+    for segment in segments:
+        slots.append(_slots(segment.block_ids, block_size, segment.length))
+        num_parts = -(-segment.length // _MAX_PART_TOKENS)
+        bounds = [segment.length * part // num_parts for part in range(num_parts + 1)]
+        rows += [segment.first_row] * num_parts
+        starts += [num_slots + bound for bound in bounds[:-1]]
+        counts += [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        num_slots += segment.length
+    row_of_part = np.array(rows, dtype=np.int64)
+    tails = _Tails(
+        rows=torch.from_numpy(row_of_part),
+        starts=torch.tensor(starts),
+        counts=torch.tensor(counts),
+        slots=torch.from_numpy(np.concatenate(slots)),
+    )
+    return tails, row_of_part
+
+
+def _order(num_rows: int, row_of_part: NDArray[np.int64]) -> _Order:
+    num_parts_of_row = np.bincount(row_of_part, minlength=num_rows)
+    return _Order(
+        parts=torch.from_numpy(np.argsort(row_of_part, kind="stable")),
+        first=torch.from_numpy(np.concatenate(([0], num_parts_of_row.cumsum()))),
+    )
+
+
+def _plan_merges(num_rows: int, row_of_part: NDArray[np.int64]) -> tuple[_Merge, ...]:
+    """The rows by their number of pieces."""
     parts_by_row = np.argsort(row_of_part, kind="stable")
     num_parts_of_row = np.bincount(row_of_part, minlength=num_rows)
     first_part_of_row = np.cumsum(num_parts_of_row) - num_parts_of_row
+    merges = []
     for num_parts in np.unique(num_parts_of_row):
         rows = np.flatnonzero(num_parts_of_row == num_parts)
         parts = parts_by_row[first_part_of_row[rows][:, None] + np.arange(num_parts)]
-        yield _Merge(
-            rows=torch.from_numpy(rows),
-            parts=torch.from_numpy(parts.reshape(-1)),
-            num_parts=int(num_parts),
+        merges.append(
+            _Merge(
+                rows=torch.from_numpy(rows),
+                parts=torch.from_numpy(parts.reshape(-1)),
+                num_parts=int(num_parts),
+            )
         )
+    return tuple(merges)

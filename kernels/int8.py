@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sapwood.kernels.native import Native
+
 # A column is an outlier if its largest weight is that many times the median column's.
 OUTLIER_RATIO = 64.0
 _LEVELS = 127
@@ -105,13 +107,29 @@ def pack(weight: Tensor, bias: Tensor | None) -> Int8Projection:
     )
 
 
-def linear(x: Tensor, projection: Int8Projection, residual: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor, projection: Int8Projection, residual: Tensor | None, native: Native | None
+) -> Tensor:
     """`residual + x @ weight.T + bias` for x float32 [rows, in]; a new tensor."""
+    _, outliers, outlier_weight, bias = projection
+    if native is not None:
+        scaled, magnitudes, kept = native.scale_rows(x.contiguous(), outliers)
+        out = _product(scaled, projection)
+        if residual is not None:
+            residual = residual.contiguous()
+        native.finish_rows(out, magnitudes, kept, outlier_weight, bias, residual)
+        return out
     scaled, magnitudes = quantize_rows(x)
-    out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+    out = _product(scaled, projection)
+    out = out.mul_(magnitudes) if residual is None else torch.addcmul(residual, out, magnitudes)
+    if outliers is not None:
+        out.addmm_(x.index_select(1, outliers), outlier_weight)
+    return out if bias is None else out.add_(bias)
+
+
+def _product(scaled: Tensor, projection: Int8Projection) -> Tensor:
+    """Rows of magnitude 1 at most, rounded to 127 steps, times the rounded weight."""
+    product: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
         scaled, 1 / _LEVELS, _LEVELS + 1, projection.packed
     )
-    out = out.mul_(magnitudes) if residual is None else torch.addcmul(residual, out, magnitudes)
-    if projection.outliers is not None:
-        out.addmm_(x.index_select(1, projection.outliers), projection.outlier_weight)
-    return out if projection.bias is None else out.add_(projection.bias)
+    return product

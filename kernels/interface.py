@@ -96,8 +96,11 @@ class Kernels(Protocol):
         """Copy the first `num_rows` tokens of block `source` to block `target`, in all layers."""
         ...
 
-    def plan_attention(self, plan: AttentionPlan, device: torch.device) -> PreparedAttention:
-        """Turn a plan into what `attention` reads. Once per step, used by every layer."""
+    def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> PreparedAttention:
+        """Turn a plan into what `attention` reads in a cache like `spec`, of whatever size.
+
+        Once per step, used by every layer.
+        """
         ...
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:

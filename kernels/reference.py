@@ -89,9 +89,10 @@ class ReferenceKernels:
         for tensor in (kv.keys, kv.values):
             tensor[:, target_slots] = tensor[:, source_slots]
 
-    def plan_attention(self, plan: AttentionPlan, device: torch.device) -> ReferenceAttention:
+    def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> ReferenceAttention:
         return ReferenceAttention(
-            segments=tuple(_segment_indices(plan, device)), num_kv_tokens_read=plan.num_kv_tokens
+            segments=tuple(_segment_indices(plan, spec.device)),
+            num_kv_tokens_read=plan.num_kv_tokens,
         )
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:

@@ -55,7 +55,7 @@ class ModelRunner:
             positions=_tensor(positions, device),
             slots=_tensor(slots, device),
             logits_rows=_tensor((lengths.cumsum() - 1)[samples], device),
-            attention=self._kernels.plan_attention(plan.attention, device),
+            attention=self._kernels.plan_attention(plan.attention, self._kv.spec),
         )
 
 

@@ -143,7 +143,7 @@ def _log_probabilities(model: Model, kernels: Kernels, token_ids: np.ndarray) ->
         positions=positions,
         slots=positions,
         logits_rows=positions,
-        attention=kernels.plan_attention(plan, spec.device),
+        attention=kernels.plan_attention(plan, spec),
     )
     return model.forward(batch, kernels.make_kv_cache(spec)).log_softmax(dim=-1)
 

@@ -40,7 +40,7 @@ def test_the_flat_kernel_computes_what_the_segments_do() -> None:
     kv.keys.normal_(generator=generator)
     kv.values.normal_(generator=generator)
     query = torch.randn(3, num_heads, head_dim, generator=generator)
-    prepared = kernels.plan_attention(plan, torch.device("cpu"))
+    prepared = kernels.plan_attention(plan, kv.spec)
     expected = kernels.attention(query, kv, 0, prepared, scale)
     grouped = query.view(3, num_kv_heads, -1, head_dim)
     flat = FlatAttention.of(plan)

@@ -85,7 +85,7 @@ class Step:
         return kv
 
     def attend(self, kernels: Kernels) -> Tensor:
-        prepared = kernels.plan_attention(self.plan, torch.device("cpu"))
+        prepared = kernels.plan_attention(self.plan, self.spec)
         return kernels.attention(self.query, self.fill(kernels), LAYER, prepared, SCALE)
 
     def oracle(self) -> Tensor:
@@ -261,7 +261,7 @@ def test_what_was_never_written_is_never_read(kernels: Kernels) -> None:
     poison = torch.full_like(step.keys, torch.nan)
     kernels.write_kv(kv, LAYER, poison, poison, everywhere)
     kernels.write_kv(kv, LAYER, step.keys[step.slots], step.values[step.slots], step.slots)
-    prepared = kernels.plan_attention(step.plan, torch.device("cpu"))
+    prepared = kernels.plan_attention(step.plan, step.spec)
     assert_close(kernels.attention(step.query, kv, LAYER, prepared, SCALE), step.oracle())
 
 
@@ -290,7 +290,7 @@ def test_a_shared_edge_is_read_once_however_many_rows_see_it(kernels: Kernels) -
     shared = Edge(num_blocks=64)
     tails = [Tail(length=n, edge=shared) for n in range(1, 33)]
     step = make_step(tails)
-    prepared = kernels.plan_attention(step.plan, torch.device("cpu"))
+    prepared = kernels.plan_attention(step.plan, step.spec)
     assert prepared.num_kv_tokens_read == 64 * 16 + sum(range(1, 33))
 
 
@@ -325,7 +325,7 @@ def test_copied_rows_serve_attention_like_their_source(kernels: Kernels, num_row
         num_rows=1,
     )
     plan = AttentionPlan(num_rows=1, block_size=16, shared=(), private=(moved,))
-    prepared = kernels.plan_attention(plan, torch.device("cpu"))
+    prepared = kernels.plan_attention(plan, step.spec)
     assert_close(kernels.attention(step.query, kv, LAYER, prepared, SCALE), step.oracle())
 
 

@@ -143,7 +143,7 @@ class Runner:
             positions=torch.tensor(positions),
             slots=torch.tensor(slots),
             logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
-            attention=self.kernels.plan_attention(plan, torch.device("cpu")),
+            attention=self.kernels.plan_attention(plan, self.kv.spec),
         )
         logits = self.model.forward(batch, self.kv)
         return list(logits.split([chunk.num_logits for chunk in chunks]))

@@ -45,7 +45,11 @@ def test_a_checkpoint_is_calibrated_once(
     first = load(tiny_model, quantize="int8")
     (stored,) = (own_cache / "calibrated").glob("*/calibration.safetensors")
     assert set(load_file(stored)) == set(first.model.projections)
-    monkeypatch.setattr(quantize, "_calibrate", None)
+
+    def again(*_: object) -> None:
+        raise AssertionError("calibrated twice")
+
+    monkeypatch.setattr(quantize, "_calibrate", again)
     assert load(tiny_model, quantize="int8").quantize is Quantize.INT8
 
 

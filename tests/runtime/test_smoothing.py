@@ -66,7 +66,7 @@ def forward(model: LlamaForCausalLM, kernels: Kernels) -> Tensor:
         positions=rows,
         slots=rows,
         logits_rows=rows,
-        attention=kernels.plan_attention(plan, spec.device),
+        attention=kernels.plan_attention(plan, spec),
     )
     return model.forward(batch, kernels.make_kv_cache(spec))
 

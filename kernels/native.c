@@ -1,0 +1,293 @@
+/* The CPU's small operations, each in one pass over its data, for what torch needs several for.
+ *
+ * float32 throughout, rows contiguous unless a stride is given. Every row is computed in an order
+ * of its own data only, so that it does not depend on the rows beside it. NaN and infinities go
+ * through to the result. Built by native.py; kernels/cpu.py falls back on torch without it.
+ */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum {
+    GRAIN = 16384,    /* elements below which a second thread costs more than it brings */
+    TOKENS = 64,      /* keys that are scored at once */
+    MAX_HEAD_DIM = 512,
+    MAX_GROUP = 16    /* query heads of a KV head that share one reading of its keys */
+};
+
+/* exp(x) for x <= 0 to 2 units in the last place: x = n ln 2 + r, |r| <= ln 2 / 2, and a Taylor
+ * polynomial of degree 7 in r. */
+INLINE float exp_of_nonpositive(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t bits; float value; } power;
+    power.bits = ((int32_t)n + 127) << 23;
+    return p * power.value;
+}
+
+/* out = x / rms(x) * weight for x [rows, n]. */
+void sapwood_rms_norm(const float *x, const float *weight, float eps, int64_t rows, int64_t n,
+                      float *out) {
+#pragma omp parallel for schedule(static) if (rows * n > GRAIN)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *from = x + i * n;
+        float *to = out + i * n;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < n; j++) sum += from[j] * from[j];
+        float scale = 1.0f / sqrtf(sum / (float)n + eps);
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) to[j] = from[j] * scale * weight[j];
+    }
+}
+
+/* Each row of x [rows, n] over its largest magnitude, these magnitudes, and the row's values of
+ * the `num_kept` channels in `kept_channels`, kept [rows, num_kept]. A row of zeros stays one, the
+ * magnitude of one with a NaN or an infinity is NaN. */
+void sapwood_scale_rows(const float *x, int64_t rows, int64_t n, const int64_t *kept_channels,
+                        int64_t num_kept, float *scaled, float *magnitudes, float *kept) {
+#pragma omp parallel for schedule(static) if (rows * n > GRAIN)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *from = x + i * n;
+        float *to = scaled + i * n;
+        float most = 0.0f;
+#pragma omp simd reduction(max : most)
+        for (int64_t j = 0; j < n; j++) {
+            float magnitude = fabsf(from[j]);
+            most = magnitude > most ? magnitude : most;
+        }
+        const uint32_t *bits = (const uint32_t *)from;
+        uint32_t is_broken = 0; /* a NaN is no maximum, and nothing comes of an infinity */
+#pragma omp simd reduction(| : is_broken)
+        for (int64_t j = 0; j < n; j++) is_broken |= (bits[j] & 0x7f800000) == 0x7f800000;
+        float factor = most > 0.0f ? 1.0f / most : 0.0f;
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) to[j] = from[j] * factor;
+        magnitudes[i] = is_broken ? NAN : most;
+        for (int64_t k = 0; k < num_kept; k++) kept[i * num_kept + k] = from[kept_channels[k]];
+    }
+}
+
+/* out[i] = out[i] * magnitudes[i] + kept[i] @ kept_weight + bias + residual[i], in place, for
+ * out [rows, n], kept [rows, num_kept], kept_weight [num_kept, n]; bias and residual may be NULL. */
+void sapwood_finish_rows(float *out, const float *magnitudes, const float *kept,
+                         const float *kept_weight, int64_t num_kept, const float *bias,
+                         const float *residual, int64_t rows, int64_t n) {
+    enum { WIDTH = 256 };
+    int64_t num_blocks = (n + WIDTH - 1) / WIDTH;
+#pragma omp parallel for collapse(2) schedule(static) if (rows * n > GRAIN)
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t b = 0; b < num_blocks; b++) {
+            int64_t first = b * WIDTH, width = n - first < WIDTH ? n - first : WIDTH;
+            float *to = out + i * n + first;
+            float magnitude = magnitudes[i], sum[WIDTH];
+#pragma omp simd
+            for (int64_t j = 0; j < width; j++) sum[j] = to[j] * magnitude;
+            int64_t k = 0;
+            for (; k + 4 <= num_kept; k += 4) {
+                const float *w = kept_weight + k * n + first;
+                const float *by = kept + i * num_kept + k;
+                float b0 = by[0], b1 = by[1], b2 = by[2], b3 = by[3];
+#pragma omp simd
+                for (int64_t j = 0; j < width; j++)
+                    sum[j] += b0 * w[j] + b1 * w[n + j] + (b2 * w[2 * n + j] + b3 * w[3 * n + j]);
+            }
+            for (; k < num_kept; k++) {
+                const float *w = kept_weight + k * n + first;
+                float by = kept[i * num_kept + k];
+#pragma omp simd
+                for (int64_t j = 0; j < width; j++) sum[j] += by * w[j];
+            }
+            if (bias) {
+#pragma omp simd
+                for (int64_t j = 0; j < width; j++) sum[j] += bias[first + j];
+            }
+            if (residual) {
+                const float *add = residual + i * n + first;
+#pragma omp simd
+                for (int64_t j = 0; j < width; j++) sum[j] += add[j];
+            }
+#pragma omp simd
+            for (int64_t j = 0; j < width; j++) to[j] = sum[j];
+        }
+    }
+}
+
+/* out [rows, n] = silu(gate) * up for gate and up side by side, gate_up [rows, 2 n]. */
+void sapwood_silu_and_mul(const float *gate_up, int64_t rows, int64_t n, float *out) {
+#pragma omp parallel for schedule(static) if (rows * n > GRAIN / 4)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *gate = gate_up + 2 * i * n, *up = gate + n;
+        float *to = out + i * n;
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) {
+            float x = gate[j];
+            float e = exp_of_nonpositive(-fabsf(x)); /* sigmoid without overflow on either side */
+            float share = (x < 0.0f ? e : 1.0f) / (1.0f + e);
+            to[j] = x * share * up[j];
+        }
+    }
+}
+
+/* Rotate heads [rows, num_heads, dim], whose rows lie `stride` floats apart, into out, contiguous.
+ * cos and sin [rows, dim] as Kernels.rotary describes them. */
+void sapwood_rotary(const float *heads, int64_t stride, int64_t rows, int64_t num_heads,
+                    int64_t dim, const float *cosines, const float *sines, float *out) {
+    int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) if (rows * num_heads * dim > GRAIN)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *c = cosines + i * dim, *s = sines + i * dim;
+        for (int64_t h = 0; h < num_heads; h++) {
+            const float *from = heads + i * stride + h * dim;
+            float *to = out + (i * num_heads + h) * dim;
+#pragma omp simd
+            for (int64_t j = 0; j < half; j++) {
+                to[j] = from[j] * c[j] + from[half + j] * s[j];
+                to[half + j] = from[half + j] * c[half + j] + from[j] * s[half + j];
+            }
+        }
+    }
+}
+
+/* keys[slots[i]] = key[i] and the same for values, for rows of n floats. */
+void sapwood_write_kv(const float *key, int64_t key_stride, const float *value,
+                      int64_t value_stride, const int64_t *slots, int64_t rows, int64_t n,
+                      float *keys, float *values) {
+#pragma omp parallel for schedule(static) if (rows * n > GRAIN)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *k = key + i * key_stride, *v = value + i * value_stride;
+        float *to_k = keys + slots[i] * n, *to_v = values + slots[i] * n;
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) to_k[j] = k[j];
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) to_v[j] = v[j];
+    }
+}
+
+/* The query heads of one KV head over `count` tokens: a softmax that is carried on from one block
+ * of tokens to the next (Milakov and Gimelshein 2018). query and out [group, dim], lse [group]. */
+INLINE void attend_group(const float *query, const float *keys, const float *values,
+                         const int64_t *slots, int64_t count, int64_t stride, float scale,
+                         int64_t group, int64_t dim, float *out, float *lse) {
+    float scores[MAX_GROUP][TOKENS], most[MAX_GROUP], total[MAX_GROUP];
+    float sums[MAX_GROUP][MAX_HEAD_DIM];
+    for (int64_t g = 0; g < group; g++) {
+        most[g] = -INFINITY;
+        total[g] = 0.0f;
+        for (int64_t j = 0; j < dim; j++) sums[g][j] = 0.0f;
+    }
+    for (int64_t first = 0; first < count; first += TOKENS) {
+        int64_t length = count - first < TOKENS ? count - first : TOKENS;
+        for (int64_t t = 0; t < length; t++) {
+            const float *key = keys + slots[first + t] * stride;
+            for (int64_t g = 0; g < group; g++) {
+                const float *q = query + g * dim;
+                float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+                for (int64_t j = 0; j < dim; j++) dot += q[j] * key[j];
+                scores[g][t] = dot * scale;
+            }
+        }
+        for (int64_t g = 0; g < group; g++) {
+            float now = most[g];
+            for (int64_t t = 0; t < length; t++) now = scores[g][t] > now ? scores[g][t] : now;
+            /* All are -inf or NaN: keep what makes the result NaN rather than zero. */
+            float before = most[g] == now ? 1.0f : exp_of_nonpositive(most[g] - now);
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t t = 0; t < length; t++) {
+                float p = exp_of_nonpositive(scores[g][t] - now);
+                scores[g][t] = p;
+                sum += p;
+            }
+            total[g] = total[g] * before + sum;
+            most[g] = now;
+            if (before != 1.0f)
+                for (int64_t j = 0; j < dim; j++) sums[g][j] *= before;
+        }
+        for (int64_t t = 0; t < length; t++) {
+            const float *value = values + slots[first + t] * stride;
+            for (int64_t g = 0; g < group; g++) {
+                float p = scores[g][t];
+#pragma omp simd
+                for (int64_t j = 0; j < dim; j++) sums[g][j] += p * value[j];
+            }
+        }
+    }
+    for (int64_t g = 0; g < group; g++) {
+        float share = 1.0f / total[g];
+        for (int64_t j = 0; j < dim; j++) out[g * dim + j] = sums[g][j] * share;
+        lse[g] = most[g] + logf(total[g]);
+    }
+}
+
+/* Attention of single rows over tokens that lie anywhere: part p is query row rows[p] over the
+ * slots [starts[p], starts[p] + counts[p]) of `slots`. query [T, num_kv_heads * group, dim], keys
+ * and values [num_slots, num_kv_heads, dim], out [num_parts, num_kv_heads * group, dim], lse
+ * [num_parts, num_kv_heads * group]. A key is read once for all query heads of its group. */
+void sapwood_attend(const float *query, const float *keys, const float *values,
+                    const int64_t *rows, const int64_t *starts, const int64_t *counts,
+                    const int64_t *slots, int64_t num_parts, int64_t num_kv_heads, int64_t group,
+                    int64_t dim, float scale, float *out, float *lse) {
+    int64_t num_heads = num_kv_heads * group, stride = num_kv_heads * dim;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) if (num_parts * num_kv_heads > 1)
+    for (int64_t p = 0; p < num_parts; p++) {
+        for (int64_t h = 0; h < num_kv_heads; h++) {
+            const float *q = query + (rows[p] * num_heads + h * group) * dim;
+            const float *k = keys + h * dim, *v = values + h * dim;
+            const int64_t *s = slots + starts[p];
+            float *o = out + (p * num_heads + h * group) * dim, *l = lse + p * num_heads + h * group;
+#define CASE(G, D)                                                          \
+    if (group == G && dim == D) {                                           \
+        attend_group(q, k, v, s, counts[p], stride, scale, G, D, o, l);     \
+        continue;                                                           \
+    }
+            CASE(1, 64) CASE(2, 64) CASE(3, 64) CASE(4, 64) CASE(7, 64) CASE(8, 64)
+            CASE(1, 128) CASE(2, 128) CASE(3, 128) CASE(4, 128) CASE(5, 128) CASE(8, 128)
+#undef CASE
+            attend_group(q, k, v, s, counts[p], stride, scale, group, dim, o, l);
+        }
+    }
+}
+
+/* Row i of out [T, num_heads, dim] from the parts parts[first[i]] ... parts[first[i + 1] - 1],
+ * weighted by their share of the softmax's denominator; outs [num_parts, num_heads, dim], lses
+ * [num_parts, num_heads]. */
+void sapwood_merge(const float *outs, const float *lses, const int64_t *parts,
+                   const int64_t *first, int64_t rows, int64_t num_heads, int64_t dim,
+                   float *out) {
+#pragma omp parallel for schedule(static) if (rows * num_heads * dim > GRAIN)
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t h = 0; h < num_heads; h++) {
+            float *to = out + (i * num_heads + h) * dim;
+            float most = -INFINITY, total = 0.0f;
+            for (int64_t p = first[i]; p < first[i + 1]; p++) {
+                float lse = lses[parts[p] * num_heads + h];
+                most = lse > most ? lse : most;
+            }
+            for (int64_t j = 0; j < dim; j++) to[j] = 0.0f;
+            for (int64_t p = first[i]; p < first[i + 1]; p++) {
+                const float *from = outs + (parts[p] * num_heads + h) * dim;
+                float share = expf(lses[parts[p] * num_heads + h] - most);
+                total += share;
+#pragma omp simd
+                for (int64_t j = 0; j < dim; j++) to[j] += share * from[j];
+            }
+            float scale = 1.0f / total;
+#pragma omp simd
+            for (int64_t j = 0; j < dim; j++) to[j] *= scale;
+        }
+    }
+}

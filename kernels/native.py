@@ -1,0 +1,281 @@
+"""Builds native.c with the machine's C compiler, once, and binds its functions.
+
+Where there is no compiler, or it fails, `load` gives None and kernels/cpu.py does with torch's
+operations: the same results but for rounding, more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("native.c")
+# Sums may be reordered, which vector units need; NaN and infinities stay what they are.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-shared",
+    "-fPIC",
+)
+_BUILD_SECONDS = 60
+_MAX_HEAD_DIM, _MAX_GROUP = 512, 16  # as in native.c
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
+    "scale_rows": (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
+    "finish_rows": (*(_POINTER,) * 4, _INT, _POINTER, _POINTER, _INT, _INT),
+    "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
+    "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
+    "write_kv": (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
+    "attend": (*(_POINTER,) * 7, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
+    "merge": (*(_POINTER,) * 4, *(_INT,) * 3, _POINTER),
+}
+
+
+class Native:
+    """The functions of native.c on float32 tensors; each allocates what it returns.
+
+    The callers see to it that the last axis is contiguous, and rows where no stride is passed.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        functions = []
+        for name, signature in _SIGNATURES.items():
+            function = library[f"sapwood_{name}"]
+            function.argtypes, function.restype = signature, None
+            functions.append(function)
+        (
+            self._rms_norm,
+            self._scale_rows,
+            self._finish_rows,
+            self._silu_and_mul,
+            self._rotary,
+            self._write_kv,
+            self._attend,
+            self._merge,
+        ) = functions
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [rows, n]."""
+        out = torch.empty_like(x)
+        rows, n = x.shape
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
+        return out
+
+    def scale_rows(self, x: Tensor, channels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [rows, n] over its rows' largest magnitudes, these [rows], and x[:, channels]."""
+        rows, n = x.shape
+        num_kept = 0 if channels is None else len(channels)
+        scaled, magnitudes, kept = (
+            torch.empty_like(x),
+            x.new_empty(rows),
+            x.new_empty(rows, num_kept),
+        )
+        self._scale_rows(
+            x.data_ptr(),
+            rows,
+            n,
+            None if channels is None else channels.data_ptr(),
+            num_kept,
+            scaled.data_ptr(),
+            magnitudes.data_ptr(),
+            kept.data_ptr(),
+        )
+        return scaled, magnitudes, kept
+
+    def finish_rows(
+        self,
+        out: Tensor,
+        magnitudes: Tensor,
+        kept: Tensor,
+        kept_weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> None:
+        """In place: out [rows, n] times magnitudes, plus kept @ kept_weight, bias and residual."""
+        rows, n = out.shape
+        self._finish_rows(
+            out.data_ptr(),
+            magnitudes.data_ptr(),
+            kept.data_ptr(),
+            kept_weight.data_ptr(),
+            kept.shape[1],
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            rows,
+            n,
+        )
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [rows, 2 n]."""
+        rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, n)
+        self._silu_and_mul(gate_up.data_ptr(), rows, n, out.data_ptr())
+        return out
+
+    def rotary(self, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """heads [rows, num_heads, dim], its rows any stride apart."""
+        rows, num_heads, dim = heads.shape
+        out = heads.new_empty(rows, num_heads, dim)
+        self._rotary(
+            heads.data_ptr(),
+            heads.stride(0),
+            rows,
+            num_heads,
+            dim,
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """key and value [rows, num_kv_heads, dim], their rows any stride apart."""
+        rows, num_kv_heads, dim = key.shape
+        self._write_kv(
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            slots.data_ptr(),
+            rows,
+            num_kv_heads * dim,
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+
+    def can_attend(self, group: int, head_dim: int) -> bool:
+        return group <= _MAX_GROUP and head_dim <= _MAX_HEAD_DIM
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        slots: Tensor,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See native.c: query [T, Hkv, G, D], out [num_parts, Hkv, G, D], lse [num_parts, ...]."""
+        num_kv_heads, group, dim = query.shape[1:]
+        self._attend(
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            rows.data_ptr(),
+            starts.data_ptr(),
+            counts.data_ptr(),
+            slots.data_ptr(),
+            len(rows),
+            num_kv_heads,
+            group,
+            dim,
+            scale,
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+
+    def merge(self, outs: Tensor, lses: Tensor, parts: Tensor, first: Tensor) -> Tensor:
+        """outs [num_parts, num_heads, dim], lses [num_parts, num_heads]; [rows, num_heads, dim]."""
+        num_heads, dim = outs.shape[1:]
+        out = outs.new_empty(len(first) - 1, num_heads, dim)
+        self._merge(
+            outs.data_ptr(),
+            lses.data_ptr(),
+            parts.data_ptr(),
+            first.data_ptr(),
+            len(out),
+            num_heads,
+            dim,
+            out.data_ptr(),
+        )
+        return out
+
+
+@functools.cache
+def load() -> Native | None:
+    """The functions, built if they are not in the user's cache. Costs about 2 s the first time."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        logger.info("there is no C compiler, so torch's operations are used; one makes it faster")
+        return None
+    try:
+        return Native(ctypes.CDLL(str(_built(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("native.c could not be built (%s), so torch's operations are used", error)
+        return None
+
+
+def _built(compiler: str) -> Path:
+    command = [compiler, *_FLAGS, *_vector_flags(), str(_SOURCE), *_openmp(), "-lm"]
+    identity = "\0".join([*command, _processor(), torch.__version__])
+    key = hashlib.sha256(identity.encode() + _SOURCE.read_bytes()).hexdigest()[:24]
+    target = _cache_folder() / "native" / f"{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            unfinished = Path(folder) / target.name
+            subprocess.run(
+                [*command, "-o", str(unfinished)],
+                check=True,
+                capture_output=True,
+                timeout=_BUILD_SECONDS,
+            )
+            unfinished.replace(target)  # whole or not at all, whoever else builds it
+    return target
+
+
+def _vector_flags() -> Sequence[str]:
+    # Compilers prefer half of AVX-512's width where they do not know the processor.
+    return ["-mprefer-vector-width=512"] if torch.cpu._is_avx512_supported() else []
+
+
+def _openmp() -> Sequence[str]:
+    """torch's own OpenMP library: a second one would have workers that get in the first's way."""
+    return [
+        str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    ]
+
+
+def _processor() -> str:
+    """What -march=native stands for; a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _cache_folder() -> Path:
+    """The same folder as the models' (runtime/model_cache.py)."""
+    if chosen := os.environ.get("SAPWOOD_CACHE"):
+        return Path(chosen).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "sapwood"
+    return Path.home() / ".cache" / "sapwood"
