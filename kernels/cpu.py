@@ -1,6 +1,12 @@
-"""The kernels for CPUs: torch's products and flash attention, and the small operations in C.
+"""The kernels for CPUs: torch's matrix products, and the rest in C where there is a compiler.
 
-Attention is cut into pieces. A piece is what one call can serve:
+With native code (native.c) attention is two calls a step and layer at most for every segment:
+
+    rows       a segment's rows over its tokens, wherever they lie, in tiles of rows and tokens.
+               A shared segment's keys and values are read once for all its rows.
+    tails      the private tokens of all sequences with a single row, all in one call.
+
+With torch alone it is cut into pieces, one call of flash attention each:
 
     whole      a run of contiguous shared blocks for all its rows. The query heads of a KV group are
                folded into rows, so it is one product of [num_rows * G, D] with [D, L] per KV head,
@@ -9,11 +15,9 @@ Attention is cut into pieces. A piece is what one call can serve:
                longest. Sequences of similar length go together, since padding costs time too.
     causal     one sequence whose private tokens are just its rows: the upper triangle is skipped.
     masked     one sequence's rows behind private tokens that were computed before.
-    tails      the private tokens of all sequences with one row, in place: only in C (native.c),
-               where it takes the place of `ragged`, as products of few rows are slow.
 
-Every piece returns its log-sum-exp, by which a row's partial results are weighted (reference.py
-has the formula). Which rows and slots a piece reads, its mask and the merge's indices depend on the
+Every part returns its log-sum-exp, by which a row's partial results are weighted (reference.py
+has the formula). Which rows and slots it reads, its mask and the merge's indices depend on the
 step alone, so that they are prepared once and all layers use them.
 
 Padding repeats a slot of the same sequence: no row ever touches what another request wrote.
@@ -100,6 +104,27 @@ class _Merge:
     num_parts: int
 
 
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """A plan as calls and merges. Where one piece holds all rows in order, nothing is merged."""
+
+    pieces: tuple[_Piece, ...]
+    merges: tuple[_Merge, ...]
+    num_kv_tokens_read: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Query rows over the first `seen` of their segment's `slots`; rows and seen [num_rows].
+
+    All int64.
+    """
+
+    rows: Tensor
+    seen: Tensor
+    slots: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tails:
     """Parts of single rows' private tokens: `counts` slots from `starts` of `slots` each.
@@ -115,21 +140,23 @@ class _Tails:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Each row's parts among all pieces' rows: parts[first[i]] ... parts[first[i + 1] - 1]."""
+    """Each row's parts among all partial results: parts[first[i]] ... parts[first[i + 1] - 1]."""
 
     parts: Tensor
     first: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuAttention:
-    """A plan as calls and merges; with native code `tails` comes after `pieces` and `order` takes
-    the place of `merges`. Where one piece holds all rows in order, nothing is merged."""
+class NativeAttention:
+    """A plan as calls of native code, whose partial results lie behind each other, the tails' last.
 
-    pieces: tuple[_Piece, ...]
-    tails: _Tails | None = None
-    merges: tuple[_Merge, ...] = ()
-    order: _Order | None = None
+    `order` is None where they are the batch's rows in order.
+    """
+
+    segments: tuple[_Rows, ...]
+    tails: _Tails | None
+    order: _Order | None
+    num_parts: int
     num_kv_tokens_read: int
 
 
@@ -173,24 +200,18 @@ class CpuKernels:
         for tensor in (kv.keys, kv.values):
             tensor[:, target_slots] = tensor[:, source_slots]
 
-    def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> CpuAttention:
-        has_native = self._native is not None and spec.dtype == torch.float32
-        single_rows = [s for s in plan.private if s.num_rows == 1] if has_native else []
+    def plan_attention(
+        self, plan: AttentionPlan, spec: KVCacheSpec
+    ) -> TorchAttention | NativeAttention:
+        if self._native is not None and self._native.can_attend(spec.dtype, spec.head_dim):
+            return _plan_native(plan)
         pieces, rows_of_piece = [], []
-        for planned in _plan_pieces(plan, without_single_rows=has_native):
+        for planned in _plan_pieces(plan):
             pieces.append(planned.piece)
             rows_of_piece.append(planned.rows)
-        tails = None
-        if single_rows:
-            tails, rows = _plan_tails(single_rows, plan.block_size)
-            rows_of_piece.append(rows)
-        row_of_part = np.concatenate(rows_of_piece)
-        is_in_order = len(rows_of_piece) == 1 and bool((np.diff(row_of_part) == 1).all())
-        return CpuAttention(
+        return TorchAttention(
             pieces=tuple(pieces),
-            tails=tails,
-            merges=() if has_native or is_in_order else _plan_merges(plan.num_rows, row_of_part),
-            order=_order(plan.num_rows, row_of_part) if has_native and not is_in_order else None,
+            merges=tuple(_plan_merges(plan.num_rows, rows_of_piece)),
             num_kv_tokens_read=plan.num_kv_tokens,
         )
 
@@ -205,23 +226,17 @@ class CpuKernels:
     def attention(
         self, query: Tensor, kv: KVCache, layer: int, prepared: object, scale: float
     ) -> Tensor:
-        if not isinstance(prepared, CpuAttention):
-            raise TypeError(f"expected a CpuAttention, got {type(prepared).__name__}")
-        num_kv_heads = kv.spec.num_kv_heads
-        grouped = query.view(len(query), num_kv_heads, -1, query.shape[-1])
         key, value = kv.keys[layer], kv.values[layer]
+        if isinstance(prepared, NativeAttention):
+            assert self._native is not None, "planned by other kernels"
+            return _attend_natively(self._native, prepared, query, key, value, scale)
+        if not isinstance(prepared, TorchAttention):
+            raise TypeError(f"expected a prepared attention, got {type(prepared).__name__}")
+        grouped = query.view(len(query), kv.spec.num_kv_heads, -1, query.shape[-1])
         partials = [piece.run(grouped, key, value, scale) for piece in prepared.pieces]
-        if prepared.tails is not None:
-            assert self._native is not None, "tails are planned for native code only"
-            partials.append(_attend_tails(self._native, prepared.tails, grouped, key, value, scale))
-        if prepared.order is not None:
-            assert self._native is not None, "an order is planned for native code only"
-            outs = torch.cat([partial.out for partial in partials]).flatten(1, 2)
-            lses = torch.cat([partial.lse for partial in partials])
-            return self._native.merge(outs, lses, prepared.order.parts, prepared.order.first)
-        if prepared.merges:
-            return _merge(partials, prepared.merges, grouped).flatten(1, 2)
-        return partials[0].out.flatten(1, 2)
+        if not prepared.merges:
+            return partials[0].out.flatten(1, 2)
+        return _merge(partials, prepared.merges, grouped).flatten(1, 2)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
@@ -292,26 +307,49 @@ def _has_whole_rows(*tensors: Tensor) -> bool:
     return all(t.stride(2) == 1 and t.stride(1) == t.shape[2] for t in tensors)
 
 
-def _attend_tails(
-    native: Native, tails: _Tails, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> _Partial:
-    """query [T, Hkv, G, D]; key and value [num_slots, Hkv, D] of one layer."""
-    num_parts = len(tails.rows)
-    out = query.new_empty(num_parts, *query.shape[1:])
-    lse = query.new_empty(num_parts, *query.shape[1:3])
-    native.attend(
-        query.contiguous(),
-        key,
-        value,
-        tails.rows,
-        tails.starts,
-        tails.counts,
-        tails.slots,
-        scale,
-        out,
-        lse,
-    )
-    return _Partial(out, lse)
+def _attend_natively(
+    native: Native,
+    prepared: NativeAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+) -> Tensor:
+    """query [T, Hq, D]; key and value [num_slots, Hkv, D] of one layer."""
+    query = query.contiguous()
+    outs = query.new_empty(prepared.num_parts, *query.shape[1:])
+    lses = query.new_empty(prepared.num_parts, query.shape[1])
+    first = 0
+    for segment in prepared.segments:
+        native.attend_rows(
+            query,
+            key,
+            value,
+            segment.rows,
+            segment.seen,
+            segment.slots,
+            scale,
+            outs[first:],
+            lses[first:],
+        )
+        first += len(segment.rows)
+    tails = prepared.tails
+    if tails is not None:
+        native.attend(
+            query,
+            key,
+            value,
+            tails.rows,
+            tails.starts,
+            tails.counts,
+            tails.slots,
+            scale,
+            outs[first:],
+            lses[first:],
+        )
+    if prepared.order is None:
+        return outs
+    return native.merge(outs, lses, prepared.order.parts, prepared.order.first)
 
 
 def _take(tensor: Tensor, index: slice | Tensor) -> Tensor:
@@ -399,18 +437,60 @@ def _merge(partials: list[_Partial], merges: Iterable[_Merge], like: Tensor) -> 
     return merged
 
 
+def _plan_native(plan: AttentionPlan) -> NativeAttention:
+    segments, rows_of_part = [], []
+    for shared in plan.shared:
+        rows = shared.rows.astype(np.int64)
+        seen = np.full(len(rows), shared.length)
+        segments.append(_rows(rows, seen, shared.block_ids, shared.length, plan.block_size))
+        rows_of_part.append(rows)
+    single_rows = []
+    for private in plan.private:
+        if private.num_rows == 1:
+            single_rows.append(private)
+            continue
+        rows = np.arange(private.first_row, private.first_row + private.num_rows)
+        seen = np.arange(private.length - private.num_rows + 1, private.length + 1)
+        segments.append(_rows(rows, seen, private.block_ids, private.length, plan.block_size))
+        rows_of_part.append(rows)
+    tails = None
+    if single_rows:
+        tails = _plan_tails(single_rows, plan.block_size)
+        rows_of_part.append(tails.rows.numpy())
+    row_of_part = np.concatenate(rows_of_part)
+    is_in_order = len(row_of_part) == plan.num_rows and bool((np.diff(row_of_part) == 1).all())
+    return NativeAttention(
+        segments=tuple(segments),
+        tails=tails,
+        order=None if is_in_order else _order(plan.num_rows, row_of_part),
+        num_parts=len(row_of_part),
+        num_kv_tokens_read=plan.num_kv_tokens,
+    )
+
+
+def _rows(
+    rows: NDArray[np.int64],
+    seen: NDArray[np.int64],
+    block_ids: NDArray[np.int32],
+    length: int,
+    block_size: int,
+) -> _Rows:
+    slots = _slots(block_ids, block_size, length)
+    return _Rows(
+        rows=torch.from_numpy(rows), seen=torch.from_numpy(seen), slots=torch.from_numpy(slots)
+    )
+
+
 class _PlannedPiece(NamedTuple):
     piece: _Piece
     rows: NDArray[np.int64]  # the batch's rows in the order of the piece's
 
 
-def _plan_pieces(plan: AttentionPlan, *, without_single_rows: bool) -> Iterator[_PlannedPiece]:
+def _plan_pieces(plan: AttentionPlan) -> Iterator[_PlannedPiece]:
     for shared in plan.shared:
         yield from _whole_pieces(shared, plan.block_size)
     batched: dict[int, list[PrivateSegment]] = {}
     for private in plan.private:
-        if without_single_rows and private.num_rows == 1:
-            continue
         if private.num_rows <= _MAX_RAGGED_ROWS and private.length <= _MAX_RAGGED_LENGTH:
             batched.setdefault(private.num_rows, []).append(private)
         else:
@@ -506,10 +586,8 @@ def _index(indices: NDArray[np.int64]) -> slice | Tensor:
     return torch.from_numpy(indices)
 
 
-def _plan_tails(
-    segments: list[PrivateSegment], block_size: int
-) -> tuple[_Tails, NDArray[np.int64]]:
-    """The segments of one row each, in parts; and the parts' rows."""
+def _plan_tails(segments: list[PrivateSegment], block_size: int) -> _Tails:
+    """The segments of one row each, in parts."""
     rows, starts, counts, slots = [], [], [], []
     num_slots = 0
     for segment in segments:
@@ -520,14 +598,12 @@ def _plan_tails(
         starts += [num_slots + bound for bound in bounds[:-1]]
         counts += [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
         num_slots += segment.length
-    row_of_part = np.array(rows, dtype=np.int64)
-    tails = _Tails(
-        rows=torch.from_numpy(row_of_part),
+    return _Tails(
+        rows=torch.tensor(rows),
         starts=torch.tensor(starts),
         counts=torch.tensor(counts),
         slots=torch.from_numpy(np.concatenate(slots)),
     )
-    return tails, row_of_part
 
 
 def _order(num_rows: int, row_of_part: NDArray[np.int64]) -> _Order:
@@ -538,20 +614,19 @@ def _order(num_rows: int, row_of_part: NDArray[np.int64]) -> _Order:
     )
 
 
-def _plan_merges(num_rows: int, row_of_part: NDArray[np.int64]) -> tuple[_Merge, ...]:
-    """The rows by their number of pieces."""
+def _plan_merges(num_rows: int, rows_of_piece: list[NDArray[np.int64]]) -> Iterator[_Merge]:
+    """Group the rows by their number of pieces. Nothing where one piece has all rows in order."""
+    row_of_part = np.concatenate(rows_of_piece)
+    if len(rows_of_piece) == 1 and (np.diff(row_of_part) == 1).all():
+        return
     parts_by_row = np.argsort(row_of_part, kind="stable")
     num_parts_of_row = np.bincount(row_of_part, minlength=num_rows)
     first_part_of_row = np.cumsum(num_parts_of_row) - num_parts_of_row
-    merges = []
     for num_parts in np.unique(num_parts_of_row):
         rows = np.flatnonzero(num_parts_of_row == num_parts)
         parts = parts_by_row[first_part_of_row[rows][:, None] + np.arange(num_parts)]
-        merges.append(
-            _Merge(
-                rows=torch.from_numpy(rows),
-                parts=torch.from_numpy(parts.reshape(-1)),
-                num_parts=int(num_parts),
-            )
+        yield _Merge(
+            rows=torch.from_numpy(rows),
+            parts=torch.from_numpy(parts.reshape(-1)),
+            num_parts=int(num_parts),
         )
-    return tuple(merges)

@@ -14,7 +14,7 @@
 enum {
     GRAIN = 16384,    /* elements below which a second thread costs more than it brings */
     TOKENS = 64,      /* keys that are scored at once */
-    MAX_HEAD_DIM = 512,
+    MAX_HEAD_DIM = 256,
     MAX_GROUP = 16    /* query heads of a KV head that share one reading of its keys */
 };
 
@@ -236,7 +236,8 @@ INLINE void attend_group(const float *query, const float *keys, const float *val
 /* Attention of single rows over tokens that lie anywhere: part p is query row rows[p] over the
  * slots [starts[p], starts[p] + counts[p]) of `slots`. query [T, num_kv_heads * group, dim], keys
  * and values [num_slots, num_kv_heads, dim], out [num_parts, num_kv_heads * group, dim], lse
- * [num_parts, num_kv_heads * group]. A key is read once for all query heads of its group. */
+ * [num_parts, num_kv_heads * group]. A key is read once for all query heads of its group. dim is 256
+ * at most. */
 void sapwood_attend(const float *query, const float *keys, const float *values,
                     const int64_t *rows, const int64_t *starts, const int64_t *counts,
                     const int64_t *slots, int64_t num_parts, int64_t num_kv_heads, int64_t group,
@@ -257,7 +258,11 @@ void sapwood_attend(const float *query, const float *keys, const float *values,
             CASE(1, 64) CASE(2, 64) CASE(3, 64) CASE(4, 64) CASE(7, 64) CASE(8, 64)
             CASE(1, 128) CASE(2, 128) CASE(3, 128) CASE(4, 128) CASE(5, 128) CASE(8, 128)
 #undef CASE
-            attend_group(q, k, v, s, counts[p], stride, scale, group, dim, o, l);
+            for (int64_t g = 0; g < group; g += MAX_GROUP) {
+                int64_t size = group - g < MAX_GROUP ? group - g : MAX_GROUP;
+                attend_group(q + g * dim, k, v, s, counts[p], stride, scale, size, dim,
+                             o + g * dim, l + g);
+            }
         }
     }
 }
@@ -288,6 +293,159 @@ void sapwood_merge(const float *outs, const float *lses, const int64_t *parts,
             float scale = 1.0f / total;
 #pragma omp simd
             for (int64_t j = 0; j < dim; j++) to[j] *= scale;
+        }
+    }
+}
+
+/* Attention of many rows over the same tokens. Query vectors lie side by side in the lanes of
+ * vectors, so that keys and values are read as they lie, one number for all lanes, and a row's
+ * softmax never leaves its lane. A block is STEP keys, or STEP dimensions of a value, times up to
+ * three vectors: as many sums as there are registers. */
+#ifdef __AVX512F__
+enum { VECTOR = 16, STEP = 8, MAX_VECTORS = 3 };
+#else
+enum { VECTOR = 8, STEP = 4, MAX_VECTORS = 2 };
+#endif
+typedef float lanes __attribute__((vector_size(VECTOR * 4)));
+
+struct tile_plan {
+    const float *query, *keys, *values;
+    const int64_t *rows, *seen, *slots;
+    int64_t num_rows, num_kv_heads, group, dim;
+    float scale, *out, *lse;
+};
+
+/* Query vectors first ... first + count - 1 of KV head `head`; vector i is head i % group of row
+ * i / group. */
+INLINE void attend_tile(const struct tile_plan *plan, int64_t head, int64_t first, int64_t count,
+                        const int num_vectors) {
+    const int64_t dim = plan->dim, group = plan->group, width = (int64_t)num_vectors * VECTOR;
+    const int64_t num_heads = plan->num_kv_heads * group, stride = plan->num_kv_heads * dim;
+    lanes query[MAX_HEAD_DIM][MAX_VECTORS], sums[MAX_HEAD_DIM][MAX_VECTORS];
+    lanes scores[TOKENS + STEP][MAX_VECTORS];
+    float most[MAX_VECTORS * VECTOR], total[MAX_VECTORS * VECTOR], before[MAX_VECTORS * VECTOR];
+    int32_t seen[MAX_VECTORS * VECTOR];
+    int64_t longest = 0, shortest = INT64_MAX;
+    for (int64_t j = 0; j < width; j++) {
+        int64_t vector = first + (j < count ? j : count - 1), row = vector / group;
+        const float *from =
+            plan->query + (plan->rows[row] * num_heads + head * group + vector % group) * dim;
+        for (int64_t d = 0; d < dim; d++) ((float *)query[d])[j] = from[d] * plan->scale;
+        int64_t now = plan->seen[row];
+        seen[j] = (int32_t)now;
+        longest = now > longest ? now : longest;
+        shortest = now < shortest ? now : shortest;
+        most[j] = -INFINITY;
+        total[j] = 0.0f;
+    }
+    for (int64_t d = 0; d < dim; d++)
+        for (int v = 0; v < num_vectors; v++) sums[d][v] = (lanes){0};
+    for (int64_t start = 0; start < longest; start += TOKENS) {
+        int64_t length = longest - start < TOKENS ? longest - start : TOKENS;
+        const float *key[TOKENS + STEP], *value[TOKENS];
+        for (int64_t t = 0; t < length; t++) {
+            int64_t at = plan->slots[start + t] * stride + head * dim;
+            key[t] = plan->keys + at;
+            value[t] = plan->values + at;
+        }
+        for (int64_t t = length; t < length + STEP; t++) key[t] = key[length - 1];
+        for (int64_t t = 0; t < length; t += STEP) {
+            lanes sum[STEP][MAX_VECTORS];
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                for (int v = 0; v < num_vectors; v++) sum[i][v] = (lanes){0};
+            for (int64_t d = 0; d < dim; d++) {
+#pragma GCC unroll 8
+                for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                    for (int v = 0; v < num_vectors; v++) sum[i][v] += key[t + i][d] * query[d][v];
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                for (int v = 0; v < num_vectors; v++) scores[t + i][v] = sum[i][v];
+        }
+        const int is_masked = start + length > shortest;
+        if (is_masked)
+            for (int64_t t = 0; t < length; t++) {
+                float *score = (float *)scores[t];
+#pragma omp simd
+                for (int64_t j = 0; j < width; j++)
+                    score[j] = start + t < seen[j] ? score[j] : -INFINITY;
+            }
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) before[j] = most[j];
+        for (int64_t t = 0; t < length; t++) {
+            const float *score = (const float *)scores[t];
+#pragma omp simd
+            for (int64_t j = 0; j < width; j++) most[j] = score[j] > most[j] ? score[j] : most[j];
+        }
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) {
+            float factor = exp_of_nonpositive(before[j] - most[j]);
+            before[j] = before[j] == most[j] ? 1.0f : factor;
+            total[j] *= before[j];
+        }
+        for (int64_t t = 0; t < length; t++) {
+            float *score = (float *)scores[t];
+#pragma omp simd
+            for (int64_t j = 0; j < width; j++) {
+                float p = exp_of_nonpositive(score[j] - most[j]);
+                p = score[j] == -INFINITY ? 0.0f : p;
+                score[j] = p;
+                total[j] += p;
+            }
+        }
+        for (int64_t d = 0; d < dim; d += STEP) {
+            lanes sum[STEP][MAX_VECTORS];
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                for (int v = 0; v < num_vectors; v++)
+                    sum[i][v] = sums[d + i][v] * *(const lanes *)(before + v * VECTOR);
+            for (int64_t t = 0; t < length; t++) {
+                const float *from = value[t] + d;
+#pragma GCC unroll 8
+                for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                    for (int v = 0; v < num_vectors; v++) sum[i][v] += from[i] * scores[t][v];
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                for (int v = 0; v < num_vectors; v++) sums[d + i][v] = sum[i][v];
+        }
+    }
+    for (int64_t j = 0; j < count; j++) {
+        int64_t vector = first + j, row = vector / group;
+        int64_t at = row * num_heads + head * group + vector % group;
+        float share = 1.0f / total[j];
+        for (int64_t d = 0; d < dim; d++) plan->out[at * dim + d] = ((float *)sums[d])[j] * share;
+        plan->lse[at] = most[j] + logf(total[j]);
+    }
+}
+
+/* Query rows rows[i] over the first seen[i] slots of `slots`. query [T, num_kv_heads * group, dim],
+ * keys and values [num_slots, num_kv_heads, dim], out [num_rows, num_kv_heads * group, dim], lse
+ * [num_rows, num_kv_heads * group]. dim is a multiple of 8, 256 at most. */
+void sapwood_attend_rows(const float *query, const float *keys, const float *values,
+                         const int64_t *rows, const int64_t *seen, const int64_t *slots,
+                         int64_t num_rows, int64_t num_kv_heads, int64_t group, int64_t dim,
+                         float scale, float *out, float *lse) {
+    struct tile_plan plan = {query,    keys,         values, rows, seen,  slots, num_rows,
+                             num_kv_heads, group, dim,  scale, out,   lse};
+    int64_t count = num_rows * group, width = VECTOR * MAX_VECTORS;
+    if (count <= VECTOR) width = VECTOR;
+    else if (count <= 2 * VECTOR) width = 2 * VECTOR;
+    int64_t num_blocks = (count + width - 1) / width;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int64_t b = num_blocks - 1; b >= 0; b--) { /* later rows see more: the longest first */
+        for (int64_t head = 0; head < num_kv_heads; head++) {
+            int64_t first = b * width, left = count - first < width ? count - first : width;
+            if (left <= VECTOR) attend_tile(&plan, head, first, left, 1);
+            else if (left <= 2 * VECTOR) attend_tile(&plan, head, first, left, 2);
+            else attend_tile(&plan, head, first, left, MAX_VECTORS);
         }
     }
 }

@@ -7,7 +7,6 @@ operations: the same results but for rounding, more slowly.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import logging
 import os
@@ -17,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,18 +37,21 @@ _FLAGS = (
     "-fPIC",
 )
 _BUILD_SECONDS = 60
-_MAX_HEAD_DIM, _MAX_GROUP = 512, 16  # as in native.c
+_MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of native.c's tiles
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
-    "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
-    "scale_rows": (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
-    "finish_rows": (*(_POINTER,) * 4, _INT, _POINTER, _POINTER, _INT, _INT),
-    "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
-    "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
-    "write_kv": (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
-    "attend": (*(_POINTER,) * 7, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
-    "merge": (*(_POINTER,) * 4, *(_INT,) * 3, _POINTER),
-}
+_SIGNATURES = MappingProxyType(
+    {
+        "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
+        "scale_rows": (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
+        "finish_rows": (*(_POINTER,) * 4, _INT, _POINTER, _POINTER, _INT, _INT),
+        "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
+        "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
+        "write_kv": (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
+        "attend": (*(_POINTER,) * 7, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
+        "attend_rows": (*(_POINTER,) * 6, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
+        "merge": (*(_POINTER,) * 4, *(_INT,) * 3, _POINTER),
+    }
+)
 
 
 class Native:
@@ -71,6 +74,7 @@ class Native:
             self._rotary,
             self._write_kv,
             self._attend,
+            self._attend_rows,
             self._merge,
         ) = functions
 
@@ -165,8 +169,9 @@ class Native:
             values.data_ptr(),
         )
 
-    def can_attend(self, group: int, head_dim: int) -> bool:
-        return group <= _MAX_GROUP and head_dim <= _MAX_HEAD_DIM
+    def can_attend(self, dtype: torch.dtype, head_dim: int) -> bool:
+        fits = head_dim <= _MAX_HEAD_DIM and head_dim % _HEAD_DIM_STEP == 0
+        return fits and dtype == torch.float32
 
     def attend(
         self,
@@ -181,8 +186,11 @@ class Native:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """See native.c: query [T, Hkv, G, D], out [num_parts, Hkv, G, D], lse [num_parts, ...]."""
-        num_kv_heads, group, dim = query.shape[1:]
+        """Fill out [num_parts, Hq, D] and lse [num_parts, Hq] of single rows; see native.c.
+
+        query [T, Hq, D], keys and values [num_slots, Hkv, D].
+        """
+        num_kv_heads, dim = keys.shape[1:]
         self._attend(
             query.data_ptr(),
             keys.data_ptr(),
@@ -193,7 +201,37 @@ class Native:
             slots.data_ptr(),
             len(rows),
             num_kv_heads,
-            group,
+            query.shape[1] // num_kv_heads,
+            dim,
+            scale,
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+
+    def attend_rows(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        seen: Tensor,
+        slots: Tensor,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Fill out [num_rows, Hq, D] and lse [num_rows, Hq] of many rows over the same slots."""
+        num_kv_heads, dim = keys.shape[1:]
+        self._attend_rows(
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            rows.data_ptr(),
+            seen.data_ptr(),
+            slots.data_ptr(),
+            len(rows),
+            num_kv_heads,
+            query.shape[1] // num_kv_heads,
             dim,
             scale,
             out.data_ptr(),
@@ -217,9 +255,8 @@ class Native:
         return out
 
 
-@functools.cache
 def load() -> Native | None:
-    """The functions, built if they are not in the user's cache. Costs about 2 s the first time."""
+    """The functions, built first if they are not in the user's cache, which takes about 2 s."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         logger.info("there is no C compiler, so torch's operations are used; one makes it faster")
