@@ -1,0 +1,170 @@
+"""What native.c promises beyond the suite that it shares with the other kernels."""
+
+import logging
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment, load_kernels, native
+from sapwood.kernels.cpu import NativeAttention, TorchAttention
+from sapwood.kernels.interface import Kernels, KVCacheSpec
+from sapwood.kernels.native import Native
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def functions() -> Native:
+    found = native.load()
+    if found is None:
+        pytest.skip("there is no C compiler")
+    return found
+
+
+def random_numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_it_is_built_once(
+    functions: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path))
+    assert native.load() is not None
+    assert len(list((tmp_path / "native").iterdir())) == 1
+
+    def run(*_: object, **__: object) -> None:
+        raise AssertionError("compiled twice")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert native.load() is not None
+
+
+@pytest.mark.parametrize("compiler", [None, "/bin/false"])
+def test_without_a_working_compiler_torch_does_the_work(
+    compiler: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path))
+    monkeypatch.setattr(native.shutil, "which", lambda _: compiler)
+    with caplog.at_level(logging.INFO):
+        assert native.load() is None
+        kernels = load_kernels("cpu")
+    assert "torch's operations are used" in caplog.text
+    x = random_numbers(3, 8)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, torch.ones(8), 1e-5), torch.nn.functional.rms_norm(x, (8,), eps=1e-5)
+    )
+    assert isinstance(kernels.plan_attention(decode_plan(2, 5), spec()), TorchAttention)
+
+
+def spec(num_kv_heads: int = 2, head_dim: int = 64) -> KVCacheSpec:
+    return KVCacheSpec(
+        num_layers=1,
+        num_blocks=160,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def decode_plan(num_rows: int, length: int, shared: int = 0) -> AttentionPlan:
+    """Rows of `length` private tokens each behind `shared` blocks of all."""
+    num_blocks = -(-length // BLOCK_SIZE)
+    blocks = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, -1) + shared
+    private = tuple(
+        PrivateSegment(
+            block_ids=blocks[row],
+            start=shared * BLOCK_SIZE,
+            length=length,
+            first_row=row,
+            num_rows=1,
+        )
+        for row in range(num_rows)
+    )
+    edges: tuple[SharedSegment, ...] = ()
+    if shared:
+        edge = SharedSegment(
+            block_ids=np.arange(shared, dtype=np.int32),
+            start=0,
+            length=shared * BLOCK_SIZE,
+            rows=np.arange(num_rows, dtype=np.int32),
+        )
+        edges = (edge,)
+    return AttentionPlan(num_rows=num_rows, block_size=BLOCK_SIZE, shared=edges, private=private)
+
+
+def attend(kernels: Kernels, plan: AttentionPlan, query: Tensor, cache: KVCacheSpec) -> Tensor:
+    kv = kernels.make_kv_cache(cache)
+    for index, tensor in enumerate((kv.keys, kv.values)):
+        tensor.copy_(random_numbers(*tensor.shape, seed=7 + index))
+    prepared = kernels.plan_attention(plan, cache)
+    return kernels.attention(query, kv, 0, prepared, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(20, 1, 64), (40, 1, 8), (5, 1, 128), (14, 2, 64), (3, 3, 256), (6, 2, 80), (4, 2, 12)],
+)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 700])
+def test_every_head_layout_is_served(
+    functions: Native, num_heads: int, num_kv_heads: int, head_dim: int, length: int
+) -> None:
+    cache = spec(num_kv_heads, head_dim)
+    plan = decode_plan(3, length, shared=5)
+    query = random_numbers(3, num_heads, head_dim)
+    expected = attend(load_kernels("reference"), plan, query, cache)
+    actual = attend(load_kernels("cpu"), plan, query, cache)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_head_dims_that_do_not_fit_are_left_to_torch(functions: Native) -> None:
+    kernels = load_kernels("cpu")
+    plan = decode_plan(2, 5)
+    assert isinstance(kernels.plan_attention(plan, spec(2, 64)), NativeAttention)
+    assert isinstance(kernels.plan_attention(plan, spec(2, 12)), TorchAttention)
+    assert isinstance(kernels.plan_attention(plan, spec(2, 264)), TorchAttention)
+
+
+@pytest.mark.parametrize("shared", [0, 64])
+def test_a_rows_attention_has_the_same_bits_in_every_batch(functions: Native, shared: int) -> None:
+    kernels, cache = load_kernels("cpu"), spec(2, 64)
+    query = random_numbers(24, 6, 64)
+    together = attend(kernels, decode_plan(24, 40, shared), query, cache)
+    few = attend(kernels, decode_plan(3, 40, shared), query[:3], cache)
+    assert torch.equal(few, together[:3])
+
+
+def test_silu_holds_at_the_ends(functions: Native) -> None:
+    x = torch.tensor([[-1e4, -100.0, -20.0, -1.0, 0.0, 1.0, 20.0, 1e4, torch.nan]])
+    up = torch.full_like(x, 2.0)
+    actual = functions.silu_and_mul(torch.cat((x, up), dim=1))
+    expected = torch.nn.functional.silu(x) * up
+    torch.testing.assert_close(actual, expected, equal_nan=True, atol=1e-7, rtol=1e-6)
+
+
+def test_a_broken_score_shows_in_its_own_row_only(functions: Native) -> None:
+    kernels, cache = load_kernels("cpu"), spec(2, 64)
+    query = random_numbers(4, 6, 64)
+    expected = attend(kernels, decode_plan(4, 40, shared=4), query, cache)
+    query[1] = torch.nan
+    actual = attend(kernels, decode_plan(4, 40, shared=4), query, cache)
+    assert actual[1].isnan().all()
+    assert torch.equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+def test_scaled_rows_tell_a_nan_and_an_infinity(functions: Native) -> None:
+    x = random_numbers(3, 40)
+    x[0, 3], x[1, 39] = torch.nan, torch.inf
+    scaled, magnitudes, kept = functions.scale_rows(x, torch.tensor([2, 5]))
+    assert magnitudes[:2].isnan().all()
+    assert magnitudes[2] == x[2].abs().max()
+    assert scaled[2].abs().max() == pytest.approx(1.0)
+    assert torch.equal(kept[2], x[2, [2, 5]])
