@@ -21,6 +21,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from sapwood.kernels.user_cache import cache_folder
+
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("native.c")
@@ -272,7 +274,7 @@ def _built(compiler: str) -> Path:
     command = [compiler, *_FLAGS, *_vector_flags(), str(_SOURCE), *_openmp(), "-lm"]
     identity = "\0".join([*command, _processor(), torch.__version__])
     key = hashlib.sha256(identity.encode() + _SOURCE.read_bytes()).hexdigest()[:24]
-    target = _cache_folder() / "native" / f"{key}.so"
+    target = cache_folder() / "native" / f"{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -307,12 +309,3 @@ def _processor() -> str:
         return platform.processor()
     wanted = ("model name", "flags", "Features")
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _cache_folder() -> Path:
-    """The same folder as the models' (runtime/model_cache.py)."""
-    if chosen := os.environ.get("SAPWOOD_CACHE"):
-        return Path(chosen).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "sapwood"
-    return Path.home() / ".cache" / "sapwood"

@@ -1,21 +1,11 @@
-"""The user's cache folder, and how a folder in it comes to be: whole or not at all."""
+"""How a folder in the user's cache comes to be: whole or not at all."""
 
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-
-
-def cache_folder() -> Path:
-    """`SAPWOOD_CACHE`, else `XDG_CACHE_HOME/sapwood`, else `~/.cache/sapwood`. Not created."""
-    if chosen := os.environ.get("SAPWOOD_CACHE"):
-        return Path(chosen).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "sapwood"
-    return Path.home() / ".cache" / "sapwood"
 
 
 def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:

@@ -20,8 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from sapwood.kernels.user_cache import cache_folder
 from sapwood.runtime.errors import ModelAccessError, ModelError, ModelNotFoundError
-from sapwood.runtime.model_cache import build_folder, cache_folder
+from sapwood.runtime.model_cache import build_folder
 
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "*.txt")
 _CHUNK_BYTES = 1 << 20

@@ -25,8 +25,9 @@ from torch.nn import functional
 
 from sapwood.kernels import AttentionPlan, PrivateSegment
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.user_cache import cache_folder
 from sapwood.runtime.batch import ForwardBatch
-from sapwood.runtime.model_cache import build_folder, cache_folder
+from sapwood.runtime.model_cache import build_folder
 from sapwood.runtime.model_config import ModelConfig
 from sapwood.runtime.models import Model, ModelClass
 from sapwood.runtime.smoothing import MagnitudeRecorder, SmoothedWeights, smoothing_scales

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.user_cache import cache_folder
 from sapwood.runtime.errors import (
     ConfigError,
     ModelError,
@@ -30,7 +31,7 @@ from sapwood.runtime.errors import (
     UnsupportedModelError,
 )
 from sapwood.runtime.gguf_convert import CONVERTER_VERSION, convert_gguf
-from sapwood.runtime.model_cache import build_folder, cache_folder
+from sapwood.runtime.model_cache import build_folder
 from sapwood.runtime.model_config import DTYPES, ModelConfig, read_model_config
 from sapwood.runtime.models import Model, load_model_class
 from sapwood.runtime.pull import KNOWN_MODELS, pull

@@ -17,8 +17,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from sapwood.kernels.user_cache import cache_folder
 from sapwood.runtime.errors import ModelAccessError, ModelError, ModelNotFoundError
-from sapwood.runtime.model_cache import build_folder, cache_folder
+from sapwood.runtime.model_cache import build_folder
 from sapwood.runtime.pull import (
     KNOWN_MODELS,
     PackagedModel,
