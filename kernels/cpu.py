@@ -1,6 +1,6 @@
 """The kernels for CPUs: torch's matrix products, and the rest in C where there is a compiler.
 
-With native code (native.c) attention is two calls a step and layer at most for every segment:
+With native code (csrc/) attention is two calls a step and layer at most for every segment:
 
     rows       a segment's rows over its tokens, wherever they lie, in tiles of rows and tokens.
                A shared segment's keys and values are read once for all its rows.

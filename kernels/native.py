@@ -1,4 +1,4 @@
-"""Builds native.c with the machine's C compiler, once, and binds its functions.
+"""Builds the C files of csrc/ with the machine's C compiler, once, and binds its functions.
 
 Where there is no compiler, or it fails, `load` gives None and kernels/cpu.py does with torch's
 operations: the same results but for rounding, more slowly.
@@ -25,7 +25,7 @@ from sapwood.kernels.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("native.c")
+_FOLDER = Path(__file__).with_name("csrc")
 # Sums may be reordered, which vector units need; NaN and infinities stay what they are.
 _FLAGS = (
     "-O3",
@@ -39,13 +39,11 @@ _FLAGS = (
     "-fPIC",
 )
 _BUILD_SECONDS = 60
-_MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of native.c's tiles
+_MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = MappingProxyType(
     {
         "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
-        "scale_rows": (_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
-        "finish_rows": (*(_POINTER,) * 4, _INT, _POINTER, _POINTER, _INT, _INT),
         "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
         "write_kv": (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
@@ -57,7 +55,7 @@ _SIGNATURES = MappingProxyType(
 
 
 class Native:
-    """The functions of native.c on float32 tensors; each allocates what it returns.
+    """The functions of csrc/ on float32 tensors; each allocates what it returns.
 
     The callers see to it that the last axis is contiguous, and rows where no stride is passed.
     """
@@ -70,8 +68,6 @@ class Native:
             functions.append(function)
         (
             self._rms_norm,
-            self._scale_rows,
-            self._finish_rows,
             self._silu_and_mul,
             self._rotary,
             self._write_kv,
@@ -86,50 +82,6 @@ class Native:
         rows, n = x.shape
         self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
         return out
-
-    def scale_rows(self, x: Tensor, channels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [rows, n] over its rows' largest magnitudes, these [rows], and x[:, channels]."""
-        rows, n = x.shape
-        num_kept = 0 if channels is None else len(channels)
-        scaled, magnitudes, kept = (
-            torch.empty_like(x),
-            x.new_empty(rows),
-            x.new_empty(rows, num_kept),
-        )
-        self._scale_rows(
-            x.data_ptr(),
-            rows,
-            n,
-            None if channels is None else channels.data_ptr(),
-            num_kept,
-            scaled.data_ptr(),
-            magnitudes.data_ptr(),
-            kept.data_ptr(),
-        )
-        return scaled, magnitudes, kept
-
-    def finish_rows(
-        self,
-        out: Tensor,
-        magnitudes: Tensor,
-        kept: Tensor,
-        kept_weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-    ) -> None:
-        """In place: out [rows, n] times magnitudes, plus kept @ kept_weight, bias and residual."""
-        rows, n = out.shape
-        self._finish_rows(
-            out.data_ptr(),
-            magnitudes.data_ptr(),
-            kept.data_ptr(),
-            kept_weight.data_ptr(),
-            kept.shape[1],
-            None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            rows,
-            n,
-        )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [rows, 2 n]."""
@@ -188,7 +140,7 @@ class Native:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Fill out [num_parts, Hq, D] and lse [num_parts, Hq] of single rows; see native.c.
+        """Fill out [num_parts, Hq, D] and lse [num_parts, Hq] of single rows; see attention.c.
 
         query [T, Hq, D], keys and values [num_slots, Hkv, D].
         """
@@ -266,14 +218,18 @@ def load() -> Native | None:
     try:
         return Native(ctypes.CDLL(str(_built(compiler))))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.info("native.c could not be built (%s), so torch's operations are used", error)
+        logger.info("csrc/ could not be built (%s), so torch's operations are used", error)
         return None
 
 
 def _built(compiler: str) -> Path:
-    command = [compiler, *_FLAGS, *_vector_flags(), str(_SOURCE), *_openmp(), "-lm"]
-    identity = "\0".join([*command, _processor(), torch.__version__])
-    key = hashlib.sha256(identity.encode() + _SOURCE.read_bytes()).hexdigest()[:24]
+    files = sorted(_FOLDER.iterdir())
+    sources = [str(path) for path in files if path.suffix == ".c"]
+    command = [compiler, *_FLAGS, *_vector_flags(), *sources, *_openmp(), "-lm"]
+    digest = hashlib.sha256("\0".join([*command, _processor(), torch.__version__]).encode())
+    for path in files:
+        digest.update(path.read_bytes())
+    key = digest.hexdigest()[:24]
     target = cache_folder() / "native" / f"{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
