@@ -62,7 +62,7 @@ def main() -> None:
     config = read_model_config(find_model(arguments.model))
     engine = SteppedEngine(arguments.model, quantize="none", num_kv_blocks=NUM_KV_BLOCKS)
     kernels = load_kernels(engine.info.kernels)
-    builder = WorkloadBuilder(engine.encode, scale=arguments.scale)
+    builder = WorkloadBuilder(engine.tokenizer, scale=arguments.scale)
     steps = {name: _run(engine, builder, kernels, name) for name in (*SHARING, NOT_SHARING)}
     kv = _random_kv(config, kernels, engine.info.block_size)
     pairs = {name: _pairs(steps[name], kernels, kv, config, arguments.pairs) for name in PAIRED}

@@ -350,7 +350,7 @@ def bound_by_part(mode: Mode, step: Step, limits: Limits) -> dict[str, float]:
 def _measure(arguments: argparse.Namespace, config: ModelConfig, quantize: str) -> Measured:
     samples: dict[str, list[Sample]] = {case: [] for case in CASES}
     engine = SteppedEngine(arguments.model, quantize=quantize)
-    builder = WorkloadBuilder(engine.encode, scale=arguments.scale)
+    builder = WorkloadBuilder(engine.tokenizer, scale=arguments.scale)
     mode = _mode(engine, config)
     _run(engine, builder.build(WORKLOAD_OF_CASE["prefill"], 0))  # warm-up
     for case, workload in WORKLOAD_OF_CASE.items():

@@ -119,7 +119,7 @@ class Bench:
         self.results = Results({name: {"failed": reason} for name, reason in left_out.items()})
         self._places = places
         self._builder = builder
-        self._warm_up = WorkloadBuilder(builder.encode, data=builder.data, scale=0.25 * scale)
+        self._warm_up = WorkloadBuilder(builder.tokenizer, data=builder.data, scale=0.25 * scale)
         self._started = time.monotonic()
         self._commit = common.commit()
         self._processes: dict[str, EngineProcess] = {}
@@ -461,12 +461,7 @@ def _skipped(
 
 def _builder(arguments: argparse.Namespace, places: Places) -> WorkloadBuilder:
     tokenizer = Tokenizer.from_folder(places.checkpoint())
-
-    def encode(text: str) -> list[int]:
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
-        return token_ids
-
-    return WorkloadBuilder(encode, data=arguments.data, scale=arguments.scale)
+    return WorkloadBuilder(tokenizer, data=arguments.data, scale=arguments.scale)
 
 
 def _result(bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,15 +6,23 @@ One model in float32 and in int8, through the same code, in the same run:
   of both and their difference, the mean Kullback-Leibler divergence KL(float32 || int8) of the
   distribution of the next token, and how often both find the same token most likely;
 - on multiple-choice questions of MMLU, five worked ones in front, the letter that both choose, and
-  the token that greedy decoding gives.
+  the token that greedy decoding gives: in the model's chat format, as an instruct model is asked,
+  and in plain text.
 
 A difference comes with a standard error over texts, since the tokens of a text are not independent.
+How many letters change hangs on how far the first is ahead of the second (its lead) and on how far
+int8 moves the letters' logits against each other (the shift); both are reported.
+
+The bar for letters is on the chat format alone. In plain text SmolLM2, tuned on chats, is below
+chance and its letters all but tie, so that a small error of any kind decides which one wins: int8
+changes more of them there than the bar would allow.
 
     python bench/quality.py [--texts 200] [--questions 100]
 """
 
 import argparse
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +33,7 @@ import numpy as np
 import torch
 from common import RESULTS, commit, machine, make_parser, read_json_lines, settings, write_json
 from torch import Tensor
-from workloads import LETTERS, MMLU_FOLDER, MmluQuestion, mmlu_questions
+from workloads import LETTERS, MMLU_FOLDER, MmluQuestion, PromptStyle, mmlu_questions
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, load_kernels
 from sapwood.runtime.batch import ForwardBatch
@@ -95,8 +103,19 @@ class TextScore:
 class Choice:
     """What one model makes of a question."""
 
-    letter: str  # the most likely of the four
+    logits: tuple[float, ...]  # of the four letters
     token_id: int  # the most likely of all
+
+    @property
+    def letter(self) -> str:
+        """The most likely of the four."""
+        return LETTERS[self.logits.index(max(self.logits))]
+
+    @property
+    def lead(self) -> float:
+        """How far the logit of that letter is above the next one's."""
+        *_, second, first = sorted(self.logits)
+        return first - second
 
 
 def main() -> None:
@@ -104,14 +123,15 @@ def main() -> None:
     started = time.perf_counter()
     tokenizer = Tokenizer.from_folder(find_model(arguments.model))
 
-    def encode(text: str) -> list[int]:
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
-        return token_ids
-
-    rows = read_json_lines(arguments.data)[: arguments.texts]
-    texts = [encode(f"{row['question']}\n{row['answer']}") for row in rows]
-    questions = mmlu_questions(encode, arguments.mmlu, count=arguments.questions)
-    prompts = [*texts, *(question.prompt_ids for question in questions)]
+    texts = [
+        tokenizer.encode(f"{row['question']}\n{row['answer']}", add_special_tokens=False).tolist()
+        for row in read_json_lines(arguments.data)[: arguments.texts]
+    ]
+    chats, plain = (
+        mmlu_questions(tokenizer, arguments.mmlu, style=style, count=arguments.questions)
+        for style in (PromptStyle.CHAT, PromptStyle.TEXT)
+    )
+    prompts = [*texts, *(question.prompt_ids for question in (*chats, *plain))]
     max_tokens = max(len(prompt) for prompt in prompts)
     exact, quantized = (
         Scorer(arguments.model, mode, max_tokens)
@@ -125,7 +145,8 @@ def main() -> None:
         "dtype": {"baseline": _dtype(arguments.baseline), "quantized": _dtype(arguments.quantize)},
         "settings": settings(arguments),
         "gsm8k": _summary(scores),
-        "mmlu": _letters(exact, quantized, questions),
+        "mmlu": _letters(exact, quantized, chats),
+        "mmlu_text": _letters(exact, quantized, plain),
         "seconds": time.perf_counter() - started,
     }
     write_json(arguments.out, result)
@@ -210,36 +231,56 @@ def mean_per_token(sums: Sequence[float], num_tokens: Sequence[int]) -> dict[str
 
 
 def _letters(exact: Scorer, quantized: Scorer, questions: Sequence[MmluQuestion]) -> dict[str, Any]:
-    """Which of the answers are the same, and which are right."""
     # Prompts of a subject have a prefix in common, which is computed once while they are adjacent.
     in_order = sorted(questions, key=lambda question: question.prompt_ids)
-    choices = [(_choice(exact, question), _choice(quantized, question)) for question in in_order]
-    count = len(in_order)
-    pairs = list(zip(choices, in_order, strict=True))
-    return {
-        "num_questions": count,
-        "num_same_letter": sum(a.letter == b.letter for a, b in choices),
-        "num_same_token": sum(a.token_id == b.token_id for a, b in choices),
-        "accuracy": {
-            "baseline": sum(a.letter == q.answer for (a, _), q in pairs) / count,
-            "quantized": sum(b.letter == q.answer for (_, b), q in pairs) / count,
-        },
-    }
+    return compare_choices(
+        [question.answer for question in in_order],
+        [_choice(exact, question) for question in in_order],
+        [_choice(quantized, question) for question in in_order],
+    )
 
 
 def _choice(scorer: Scorer, question: MmluQuestion) -> Choice:
     logits = scorer.logits(question.prompt_ids, 1)[0]
-    best = int(logits[list(question.letter_ids)].argmax())
-    return Choice(letter=LETTERS[best], token_id=int(logits.argmax()))
+    letters: list[float] = logits[list(question.letter_ids)].tolist()
+    return Choice(logits=tuple(letters), token_id=int(logits.argmax()))
+
+
+def compare_choices(
+    answers: Sequence[str], baseline: Sequence[Choice], quantized: Sequence[Choice]
+) -> dict[str, Any]:
+    """Which choices are the same, which are right, and how firm they are: one of each a question.
+
+    `median_lead` is the baseline's. `shift_deviation` is the standard deviation of what the second
+    adds to the logit of a letter beyond what it adds to all four, which changes no choice: from
+    the squares about each question's mean, over 3 degrees of freedom a question.
+    """
+    count = len(answers)
+    pairs = list(zip(baseline, quantized, strict=True))
+    shifts = np.array([b.logits for b in quantized]) - np.array([a.logits for a in baseline])
+    residuals = shifts - shifts.mean(axis=1, keepdims=True)
+    return {
+        "num_questions": count,
+        "num_same_letter": sum(a.letter == b.letter for a, b in pairs),
+        "num_same_token": sum(a.token_id == b.token_id for a, b in pairs),
+        "accuracy": {
+            name: sum(
+                choice.letter == answer for choice, answer in zip(choices, answers, strict=True)
+            )
+            / count
+            for name, choices in (("baseline", baseline), ("quantized", quantized))
+        },
+        "median_lead": statistics.median(choice.lead for choice in baseline),
+        "shift_deviation": math.sqrt((residuals**2).sum() / (count * (len(LETTERS) - 1))),
+    }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
     """The result in a few sentences."""
-    dtype, gsm8k, mmlu = result["dtype"], result["gsm8k"], result["mmlu"]
+    dtype, gsm8k = result["dtype"], result["gsm8k"]
     nll, difference = gsm8k["nll_per_token"], gsm8k["nll_difference"]
     divergence = gsm8k["kl_per_token"]
-    num_same, count = mmlu["num_same_letter"], mmlu["num_questions"]
-    accuracy = mmlu["accuracy"]
+    bar = math.ceil(MIN_SAME_LETTERS * result["mmlu"]["num_questions"])
     return [
         f"{gsm8k['num_texts']} GSM8K texts, {gsm8k['num_tokens']} tokens: negative log-likelihood "
         f"per token {nll['baseline']:.4f} in {dtype['baseline']}, {nll['quantized']:.4f} in "
@@ -248,11 +289,21 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"KL divergence per token {divergence['mean']:.5f} "
         f"(standard error {divergence['standard_error']:.5f}), "
         f"same most likely token {gsm8k['same_argmax']:.2%}",
-        f"{count} MMLU questions, 5-shot: same letter {num_same} (the bar is "
-        f"{math.ceil(MIN_SAME_LETTERS * count)}), same greedy token {mmlu['num_same_token']}; "
-        f"accuracy {accuracy['baseline']:.1%} in {dtype['baseline']}, "
-        f"{accuracy['quantized']:.1%} in {dtype['quantized']}",
+        _letters_line(result["mmlu"], dtype, "the model's chat format", f" (the bar is {bar})"),
+        _letters_line(result["mmlu_text"], dtype, "plain text", " (no bar)"),
     ]
+
+
+def _letters_line(mmlu: dict[str, Any], dtype: dict[str, str], form: str, bar: str) -> str:
+    accuracy = mmlu["accuracy"]
+    return (
+        f"{mmlu['num_questions']} MMLU questions in {form}, 5-shot: same letter "
+        f"{mmlu['num_same_letter']}{bar}, same greedy token {mmlu['num_same_token']}; "
+        f"accuracy {accuracy['baseline']:.1%} in {dtype['baseline']}, "
+        f"{accuracy['quantized']:.1%} in {dtype['quantized']}; median lead of the letter "
+        f"{mmlu['median_lead']:.2f} logits in {dtype['baseline']}, standard deviation of the "
+        f"letters' shift against each other {mmlu['shift_deviation']:.2f}"
+    )
 
 
 if __name__ == "__main__":

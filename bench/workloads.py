@@ -12,21 +12,38 @@ import ast
 import csv
 import io
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-Encode = Callable[[str], Iterable[int]]
 TokenIds = tuple[int, ...]
+Message = Mapping[str, str]  # "role" and "content"
 
 LETTERS = "ABCD"
 MMLU_FOLDER = Path(__file__).parent / "data" / "mmlu_redux"
 MMLU_SUBJECTS = ("astronomy", "high_school_computer_science", "jurisprudence")
 NUM_SHOTS = 5
+
+
+class Tokenizer(Protocol):
+    """What is asked of a model's tokenizer; Sapwood's has it."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Iterable[int]: ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> Iterable[int]:
+        """A conversation in the model's own format, up to where its next answer begins."""
+        ...
+
+
+class PromptStyle(StrEnum):
+    """How a model is asked a question after worked ones."""
+
+    CHAT = "chat"  # each worked one is an earlier turn, in the model's chat format
+    TEXT = "text"  # all is one text that the model continues
 
 
 class Kind(StrEnum):
@@ -69,7 +86,12 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
                 Kind.BATCH,
                 "s",
             ),
-            ("m", "100 MMLU questions, 5-shot, 3 subjects shuffled, out 1", Kind.BATCH, "s"),
+            (
+                "m",
+                "100 MMLU questions in the model's chat format, 5-shot, 3 subjects shuffled, out 1",
+                Kind.BATCH,
+                "s",
+            ),
             ("s", "8 chats of 4 turns, 60 in, 60 out, side by side", Kind.CHATS, "s"),
         )
     }
@@ -124,7 +146,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MmluQuestion:
-    """A 5-shot prompt that ends in "Answer:"; `letter_ids` are the tokens of " A" to " D"."""
+    """A 5-shot prompt; `letter_ids` are the tokens of the letters as its worked answers have them.
+
+    In text the prompt ends in "Answer:" and the letters are " A" to " D". In a chat that line ends
+    the last message, the answer's opening follows, and the letters are "A" to "D".
+    """
 
     subject: str
     prompt_ids: TokenIds
@@ -135,18 +161,19 @@ class MmluQuestion:
 class WorkloadBuilder:
     """Builds the jobs of all workloads with one tokenizer.
 
-    `encode` turns text into token ids and adds none of its own. `scale` shrinks every count and
-    length, for trying things out: figures of different scales have nothing to do with each other.
-    `build` is a pure function of its arguments.
+    `scale` shrinks every count and length, for trying things out: figures of different scales have
+    nothing to do with each other. `build` is a pure function of its arguments.
     """
 
-    def __init__(self, encode: Encode, *, data: Path = MMLU_FOLDER, scale: float = 1.0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, data: Path = MMLU_FOLDER, scale: float = 1.0
+    ) -> None:
         if not 0 < scale <= 1:
             raise ValueError(f"scale is {scale}; it must be above 0 and at most 1")
-        self.encode = encode
+        self.tokenizer = tokenizer
         self.data = data
         self._scale = scale
-        self._text = _english(encode)
+        self._text = _english(tokenizer)
         # Every workload has a stretch of the text of its own within a repetition's stretch.
         self._starts: dict[str, int] = {}
         position = 0
@@ -165,7 +192,13 @@ class WorkloadBuilder:
 
     def mmlu(self, repetition: int) -> list[MmluQuestion]:
         """The questions behind repetition `repetition` of workload m, in its order."""
-        return mmlu_questions(self.encode, self.data, count=self._size(100), set_number=repetition)
+        return mmlu_questions(
+            self.tokenizer,
+            self.data,
+            style=PromptStyle.CHAT,
+            count=self._size(100),
+            set_number=repetition,
+        )
 
     def _build_a(self, repetition: int) -> Job:
         text = self._reader("a", repetition)
@@ -273,23 +306,34 @@ def _job(name: str, repetition: int, **fields: Any) -> Job:
     return Job(workload=name, kind=WORKLOADS[name].kind, repetition=repetition, **fields)
 
 
-def _english(encode: Encode) -> TokenIds:
+def _english(tokenizer: Tokenizer) -> TokenIds:
     """About 110,000 tokens; the topics in the order of their names."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    return tuple(int(token_id) for token_id in encode(text))
+    return _encode(tokenizer, "\n\n".join(topics[name] for name in sorted(topics)))
 
 
 def mmlu_questions(
-    encode: Encode, data: Path = MMLU_FOLDER, *, count: int = 100, set_number: int = 0
+    tokenizer: Tokenizer,
+    data: Path = MMLU_FOLDER,
+    *,
+    style: PromptStyle = PromptStyle.CHAT,
+    count: int = 100,
+    set_number: int = 0,
 ) -> list[MmluQuestion]:
     """`count` questions of three subjects after five worked ones each, in a fixed random order.
 
     `data` is a folder with MMLU-Redux's `mmlu_<subject>.csv`; rows that its reviewers found
-    faulty are left out, the first five of the rest are the examples. Prompts of a subject begin
-    with the same token ids. Another `set_number` above 0 puts other words in front, so that the
-    same questions can be asked again of a cold cache. Raises ValueError for too few rows.
+    faulty are left out, the first five of the rest are the examples. Both styles ask the same
+    questions in the same order; chats are those of lm-evaluation-harness with
+    `--apply_chat_template --fewshot_as_multiturn`. Prompts of a subject begin with the same token
+    ids: those of the worked questions. Another `set_number` above 0 puts other words in front, so
+    that the same questions can be asked again of a cold cache; what a chat template puts in front
+    of them, such as a default system message, is the same in every set and may be warm. Raises
+    ValueError for too few rows and for letters that take more than one token.
     """
-    letter_ids = tuple(_single_token(encode, f" {letter}") for letter in LETTERS)
+    letter_ids = tuple(
+        _single_token(tokenizer, letter if style is PromptStyle.CHAT else f" {letter}")
+        for letter in LETTERS
+    )
     questions = []
     for index, subject in enumerate(MMLU_SUBJECTS):
         rows = _mmlu_rows(data / f"mmlu_{subject}.csv")
@@ -304,21 +348,47 @@ def mmlu_questions(
             "The following are multiple choice questions (with answers) about "
             f"{subject.replace('_', ' ')}.\n\n"
         )
-        shots = "".join(f"{row.text} {row.answer}\n\n" for row in rows[:NUM_SHOTS])
-        # Encoded apart from the question, so that no merge across the border differs by question.
-        prefix = tuple(int(token_id) for token_id in encode(head + shots))
-        for row in rows[NUM_SHOTS : NUM_SHOTS + wanted]:
-            own = tuple(int(token_id) for token_id in encode(row.text))
-            questions.append(
-                MmluQuestion(
-                    subject=subject,
-                    prompt_ids=prefix + own,
-                    answer=row.answer,
-                    letter_ids=letter_ids,  # type: ignore[arg-type]  # four letters
-                )
+        asked = rows[NUM_SHOTS : NUM_SHOTS + wanted]
+        make_prompts = _chat_prompts if style is PromptStyle.CHAT else _text_prompts
+        prompts = make_prompts(tokenizer, head, rows[:NUM_SHOTS], asked)
+        questions += [
+            MmluQuestion(
+                subject=subject,
+                prompt_ids=prompt_ids,
+                answer=row.answer,
+                letter_ids=letter_ids,  # type: ignore[arg-type]  # four letters
             )
+            for row, prompt_ids in zip(asked, prompts, strict=True)
+        ]
     random.Random(7).shuffle(questions)
     return questions
+
+
+def _chat_prompts(
+    tokenizer: Tokenizer, head: str, shots: Sequence["_MmluRow"], asked: Sequence["_MmluRow"]
+) -> list[TokenIds]:
+    """A conversation for each row asked, `head` in front of its first message.
+
+    Encoded as a whole, as a chat endpoint does: the control tokens before the last message keep it
+    from merging with the turns that all share.
+    """
+    turns: list[Message] = []
+    for row in shots:
+        turns.append({"role": "user", "content": head + row.text})
+        turns.append({"role": "assistant", "content": row.answer})
+        head = ""
+    chats = [[*turns, {"role": "user", "content": row.text}] for row in asked]
+    return [tuple(int(token_id) for token_id in tokenizer.encode_chat(chat)) for chat in chats]
+
+
+def _text_prompts(
+    tokenizer: Tokenizer, head: str, shots: Sequence["_MmluRow"], asked: Sequence["_MmluRow"]
+) -> list[TokenIds]:
+    """A text for each row asked, to be continued by a space and a letter."""
+    # Encoded apart from the question, so that no merge across the border differs by question.
+    worked = "".join(f"{row.text} {row.answer}\n\n" for row in shots)
+    prefix = _encode(tokenizer, head + worked)
+    return [prefix + _encode(tokenizer, row.text) for row in asked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +416,12 @@ def _mmlu_rows(path: Path) -> list[_MmluRow]:
     return rows
 
 
-def _single_token(encode: Encode, text: str) -> int:
-    token_ids = [int(token_id) for token_id in encode(text)]
+def _encode(tokenizer: Tokenizer, text: str) -> TokenIds:
+    return tuple(int(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False))
+
+
+def _single_token(tokenizer: Tokenizer, text: str) -> int:
+    token_ids = _encode(tokenizer, text)
     if len(token_ids) != 1:
         raise ValueError(f"{text!r} takes {len(token_ids)} tokens of this tokenizer, not one")
     return token_ids[0]

@@ -179,7 +179,7 @@ class CpuKernels:
         return "cpu"
 
     def quantized(self) -> CpuKernels | None:
-        return type(self)(quantize=True) if int8.is_available() else None
+        return None if self._native is None else type(self)(quantize=True)
 
     @property
     def min_saved_tokens(self) -> int:
@@ -264,9 +264,11 @@ class CpuKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> object:
-        if self._quantize:
-            return int8.pack(weight, bias)
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
+    ) -> object:
+        if self._quantize and self._native is not None:
+            return int8.pack(self._native, weight, bias, num_planes=2 if is_last else 1)
         # oneDNN's blocked layout of float32 weights: 1.1 to 1.3 times as fast as plain ones from
         # 32 rows up, 2 times at 1 to 8 rows (2 threads, AVX-512).
         has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -276,7 +278,8 @@ class CpuKernels:
 
     def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
         if isinstance(packed, int8.Int8Projection):
-            return int8.linear(x, packed, residual, self._native)
+            assert self._native is not None, "packed by other kernels"
+            return int8.linear(self._native, x, packed, residual)
         if not isinstance(packed, _Projection):
             raise TypeError(f"expected a packed Projection, got {type(packed).__name__}")
         if not packed.weight.is_mkldnn:

@@ -135,10 +135,13 @@ class Kernels(Protocol):
         """`silu(gate) * up` for gate and up side by side, [T, 2 I] to [T, I] (Shazeer 2020)."""
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> object:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
+    ) -> object:
         """A projection made ready for `linear`, from weight [out, in] and bias [out].
 
         Once per weight, when a model is built; may copy the weight into the backend's own layout.
+        `is_last` says that nothing follows which would even out its rounding errors: the head.
         """
         ...
 

@@ -44,6 +44,10 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = MappingProxyType(
     {
         "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
+        "int8_num_bytes": (_INT, _INT),
+        "int8_pack": (_POINTER, _INT, _INT, _POINTER),
+        "int8_unpack": (_POINTER, _INT, _INT, _POINTER),
+        "int8_linear": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, *(_POINTER,) * 3),
         "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
         "write_kv": (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
@@ -52,6 +56,7 @@ _SIGNATURES = MappingProxyType(
         "merge": (*(_POINTER,) * 4, *(_INT,) * 3, _POINTER),
     }
 )
+_WITH_RESULT = frozenset({"int8_num_bytes", "int8_linear"})
 
 
 class Native:
@@ -64,10 +69,15 @@ class Native:
         functions = []
         for name, signature in _SIGNATURES.items():
             function = library[f"sapwood_{name}"]
-            function.argtypes, function.restype = signature, None
+            function.argtypes = signature
+            function.restype = _INT if name in _WITH_RESULT else None
             functions.append(function)
         (
             self._rms_norm,
+            self._int8_num_bytes,
+            self._int8_pack,
+            self._int8_unpack,
+            self._int8_linear,
             self._silu_and_mul,
             self._rotary,
             self._write_kv,
@@ -82,6 +92,39 @@ class Native:
         rows, n = x.shape
         self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
         return out
+
+    def int8_pack(self, weight: Tensor) -> Tensor:
+        """weight [out, in] rounded, uint8 in the layout of int8.c."""
+        packed = torch.empty(self._int8_num_bytes(*weight.shape), dtype=torch.uint8)
+        self._int8_pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        return packed
+
+    def int8_unpack(self, packed: Tensor, weight: Tensor) -> None:
+        """Fill weight [out, in] with what was packed."""
+        self._int8_unpack(packed.data_ptr(), *weight.shape, weight.data_ptr())
+
+    def int8_linear(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        num_planes: int,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Fill out [rows, out] with x [rows, in] times the packed weight, plus bias, residual."""
+        status = self._int8_linear(
+            x.data_ptr(),
+            *x.shape,
+            packed.data_ptr(),
+            out.shape[1],
+            num_planes,
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        )
+        if status:
+            raise MemoryError(f"no memory to round {len(x)} rows of {x.shape[1]} inputs")
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [rows, 2 n]."""
@@ -216,16 +259,20 @@ def load() -> Native | None:
         logger.info("there is no C compiler, so torch's operations are used; one makes it faster")
         return None
     try:
-        return Native(ctypes.CDLL(str(_built(compiler))))
+        return Native(ctypes.CDLL(str(build(compiler))))
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("csrc/ could not be built (%s), so torch's operations are used", error)
         return None
 
 
-def _built(compiler: str) -> Path:
+def build(compiler: str, more_flags: Sequence[str] = ()) -> Path:
+    """The shared library of csrc/, compiled unless it is in the user's cache.
+
+    Raises OSError and subprocess.SubprocessError.
+    """
     files = sorted(_FOLDER.iterdir())
     sources = [str(path) for path in files if path.suffix == ".c"]
-    command = [compiler, *_FLAGS, *_vector_flags(), *sources, *_openmp(), "-lm"]
+    command = [compiler, *_FLAGS, *_vector_flags(), *more_flags, *sources, *_openmp(), "-lm"]
     digest = hashlib.sha256("\0".join([*command, _processor(), torch.__version__]).encode())
     for path in files:
         digest.update(path.read_bytes())

@@ -132,7 +132,9 @@ class ReferenceKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Projection:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
+    ) -> Projection:
         return Projection(weight, bias)
 
     def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:

@@ -1,25 +1,22 @@
-"""From a checkpoint's weights to a model whose projections are int8, if it loses next to nothing.
+"""Whether a model's projections are computed in int8, and what that does to its predictions.
 
-The first load of a checkpoint runs it over a short text in float32, for the magnitudes that
-smoothing needs, and then in int8, to see how far its predictions have moved. Both are kept in the
-cache folder, so that later loads only rescale and round.
+Nothing is calibrated: the kernels round weights and rows as they are. To decide by itself, the
+runtime runs a checkpoint over a short text of many kinds in float32 and in int8, once, and keeps in
+the cache folder how far the predictions were apart.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,18 +27,17 @@ from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.model_cache import build_folder
 from sapwood.runtime.model_config import ModelConfig
 from sapwood.runtime.models import Model, ModelClass
-from sapwood.runtime.smoothing import MagnitudeRecorder, SmoothedWeights, smoothing_scales
 from sapwood.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# "auto" takes int8 where the predictions of the calibration text move by no more than that: mean
-# KL(float32 || int8) in nats a token. SmolLM2-135M's move by half of it.
+# "auto" takes int8 where the predictions for the sample text move by no more than that: mean
+# KL(float32 || int8) in nats a token. SmolLM2-135M's move by a third of it.
 MAX_DIVERGENCE = 0.01
-_CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
-_CALIBRATION_VERSION = 2  # of the groups, of smoothing and of rounding
-_MAX_CALIBRATION_TOKENS = 1024
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLE = Path(__file__).with_name("sample.txt")
+_VERSION = 3  # of how int8 rounds
+_MAX_TOKENS = 1024
+_NUM_PIECES, _PIECE_BYTES = 64, 4096
 
 
 class Quantize(StrEnum):
@@ -52,48 +48,27 @@ class Quantize(StrEnum):
     INT8 = "int8"
 
 
-class QuantizedModel(NamedTuple):
-    """A model in int8, and mean KL(float32 || int8) over the calibration text, nats a token."""
-
-    model: Model
-    divergence: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Calibration:
-    """What smoothing multiplies each projection's inputs by, float32 [in]; see QuantizedModel."""
-
-    scales: Mapping[str, Tensor]
-    divergence: float
-
-
-def quantize_model(
+def int8_divergence(
     model_class: ModelClass,
     config: ModelConfig,
     weights: Mapping[str, Tensor],
     kernels: Kernels,
     quantized: Kernels,
     folder: Path,
-    max_divergence: float | None = None,
-) -> QuantizedModel | None:
-    """The model of `folder` built on the `quantized` kernels from float32 `weights`.
+) -> float:
+    """Mean KL(float32 || int8) of the next token over the sample text, in nats a token.
 
-    None if its predictions move by more than `max_divergence`. The first call for a checkpoint
-    costs two passes over about 600 tokens and a second copy of the weights.
+    `weights` are those of the checkpoint in `folder`, float32; `quantized` are the int8 kernels.
+    The first call for a checkpoint costs two passes over about 600 tokens and, one after the other,
+    the memory of both models.
     """
-    if config.tie_word_embeddings:
-        weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
-        config = replace(config, tie_word_embeddings=False)
-    calibrate = partial(_calibrate, model_class, config, weights, kernels, quantized, folder)
-    stored = build_folder(cache_folder() / "calibrated" / _key(folder), calibrate)
-    calibration = _read(stored / "calibration.safetensors")
-    if max_divergence is not None and calibration.divergence > max_divergence:
-        return None
-    smoothed = SmoothedWeights(weights, model_class.smoothing_groups(config), calibration.scales)
-    return QuantizedModel(model_class(config, smoothed, quantized), calibration.divergence)
+    measure = partial(_measure, model_class, config, weights, kernels, quantized, folder)
+    stored = build_folder(cache_folder() / "int8" / _key(folder), measure)
+    divergence = json.loads((stored / "divergence.json").read_text(encoding="utf-8"))
+    return float(divergence)
 
 
-def _calibrate(
+def _measure(
     model_class: ModelClass,
     config: ModelConfig,
     weights: Mapping[str, Tensor],
@@ -102,32 +77,17 @@ def _calibrate(
     folder: Path,
     target: Path,
 ) -> None:
-    """Write calibration.safetensors into `target`."""
-    logger.info("calibrating %s for int8, once", folder.name)
-    text = _CALIBRATION_TEXT.read_text(encoding="utf-8")
-    limit = min(_MAX_CALIBRATION_TOKENS, config.max_position_embeddings)
+    """Write divergence.json into `target`."""
+    logger.info("trying %s in int8, once", folder.name)
+    limit = min(_MAX_TOKENS, config.max_position_embeddings)
+    text = _SAMPLE.read_text(encoding="utf-8")
     token_ids = Tokenizer.from_folder(folder).encode(text)[:limit]
-    recorder = MagnitudeRecorder(kernels)
-    model = model_class(config, weights, cast(Kernels, recorder))
-    expected = _log_probabilities(model, kernels, token_ids)
-    magnitudes = {name: recorder.magnitudes(p) for name, p in model.projections.items()}
-    del model  # before there is another
-    groups = tuple(model_class.smoothing_groups(config))
-    scales = smoothing_scales(weights, groups, magnitudes)
-    smoothed = SmoothedWeights(weights, groups, scales)
-    actual = _log_probabilities(model_class(config, smoothed, quantized), kernels, token_ids)
-    divergence = functional.kl_div(actual, expected, reduction="batchmean", log_target=True).item()
-    save_file(
-        scales,
-        target / "calibration.safetensors",
-        metadata={"divergence": repr(divergence)},
+    expected, actual = (
+        _log_probabilities(model_class(config, weights, own), own, token_ids)
+        for own in (kernels, quantized)
     )
-
-
-def _read(path: Path) -> _Calibration:
-    with safe_open(path, framework="pt") as file:
-        scales = {name: file.get_tensor(name).clone() for name in file.keys()}
-        return _Calibration(scales, float(file.metadata()["divergence"]))
+    divergence = functional.kl_div(actual, expected, reduction="batchmean", log_target=True).item()
+    (target / "divergence.json").write_text(json.dumps(divergence), encoding="utf-8")
 
 
 def _log_probabilities(model: Model, kernels: Kernels, token_ids: np.ndarray) -> Tensor:
@@ -152,15 +112,14 @@ def _log_probabilities(model: Model, kernels: Kernels, token_ids: np.ndarray) ->
 def _key(folder: Path) -> str:
     """Names a checkpoint by its contents, wherever it lies: its config, its files' sizes and some
     of their bytes, since to read all of them would take longer than to load them."""
-    digest = hashlib.sha256(f"{_CALIBRATION_VERSION}".encode())
-    digest.update(_CALIBRATION_TEXT.read_bytes())
-    digest.update(f"{torch.cpu._is_vnni_supported()}".encode())  # decides how weights are rounded
+    digest = hashlib.sha256(f"{_VERSION}".encode())
+    digest.update(_SAMPLE.read_bytes())
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with open(path, "rb") as file:
-            for offset in np.linspace(0, max(0, size - _SAMPLE_BYTES), _NUM_SAMPLES, dtype=int):
+            for offset in np.linspace(0, max(0, size - _PIECE_BYTES), _NUM_PIECES, dtype=int):
                 file.seek(int(offset))
-                digest.update(file.read(_SAMPLE_BYTES))
+                digest.update(file.read(_PIECE_BYTES))
     return digest.hexdigest()[:24]

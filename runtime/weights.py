@@ -35,7 +35,7 @@ from sapwood.runtime.model_cache import build_folder
 from sapwood.runtime.model_config import DTYPES, ModelConfig, read_model_config
 from sapwood.runtime.models import Model, load_model_class
 from sapwood.runtime.pull import KNOWN_MODELS, pull
-from sapwood.runtime.quantize import MAX_DIVERGENCE, Quantize, quantize_model
+from sapwood.runtime.quantize import MAX_DIVERGENCE, Quantize, int8_divergence
 
 logger = logging.getLogger(__name__)
 
@@ -124,39 +124,42 @@ def _build(
     kernels: Kernels,
     path: Path | None,
 ) -> tuple[Model, Quantize]:
-    """The model, in int8 if that is asked for; without a `path` there is nothing to calibrate."""
+    """The model, in int8 if that is asked for or, in a checkpoint at `path`, as good."""
     model_class = load_model_class(config.model_type)
-    wanted = _quantize(quantize)
-    if wanted is not Quantize.NONE:
-        obstacle, int8_kernels = _int8_kernels(weights, kernels)
-        if int8_kernels is None:
-            if wanted is Quantize.INT8:
-                raise ConfigError(f"quantize is int8, and {obstacle}")
-        elif path is None and wanted is Quantize.INT8:
-            return model_class(config, weights, int8_kernels), Quantize.INT8
-        elif path is not None:
-            bound = MAX_DIVERGENCE if wanted is Quantize.AUTO else None
-            built = quantize_model(model_class, config, weights, kernels, int8_kernels, path, bound)
-            if built is not None:
-                logger.info("int8 moves its predictions by %.4f nats a token", built.divergence)
-                return built.model, Quantize.INT8
+    chosen = _quantize(quantize)
+    quantized = None
+    if chosen is not Quantize.NONE:
+        obstacle = _obstacle(weights)
+        if obstacle is None and (quantized := kernels.quantized()) is None:
+            obstacle = (
+                f"the kernels {kernels.name!r} have no int8 here: it takes the cpu kernels and a C "
+                "compiler (cc or gcc)"
+            )
+        if chosen is Quantize.INT8 and obstacle is not None:
+            raise ConfigError(f"quantize is int8, and {obstacle}; use none")
+    if chosen is Quantize.AUTO and quantized is not None and path is not None:
+        divergence = int8_divergence(model_class, config, weights, kernels, quantized, path)
+        logger.info("int8 moves its predictions by %.4f nats a token", divergence)
+        if divergence > MAX_DIVERGENCE:
             logger.warning(
                 "int8 would move the predictions of %s by more than %.2f nats a token, so it runs "
                 "in float32; quantize=int8 insists",
                 path.name,
                 MAX_DIVERGENCE,
             )
-    return model_class(config, weights, kernels), Quantize.NONE
+            quantized = None
+    if quantized is None:
+        return model_class(config, weights, kernels), Quantize.NONE
+    return model_class(config, weights, quantized), Quantize.INT8
 
 
-def _int8_kernels(weights: Mapping[str, Tensor], kernels: Kernels) -> tuple[str, Kernels | None]:
-    """The kernels for int8, or why there are none."""
+def _obstacle(weights: Mapping[str, Tensor]) -> str | None:
+    """What keeps a model of these weights from int8."""
     tensor = next(iter(weights.values()))
-    if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return f"the model is {dtype} on {tensor.device}; it must be float32 on a CPU", None
-    quantized = kernels.quantized()
-    return f"the kernels {kernels.name!r} have no int8 on this machine; use none", quantized
+    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+        return None
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"the model is {dtype} on {tensor.device}; it must be float32 on a CPU"
 
 
 def _quantize(value: str) -> Quantize:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
     from sapwood.runtime.batch import ForwardBatch
     from sapwood.runtime.model_config import ModelConfig
-    from sapwood.runtime.smoothing import SmoothingGroup
 
 MODELS: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -43,11 +42,6 @@ class Model(Protocol):
         """The cache this model needs, for the backend's `make_kv_cache`."""
         ...
 
-    @property
-    def projections(self) -> Mapping[str, object]:
-        """What the kernels packed, by the names of `smoothing_groups`."""
-        ...
-
 
 class ModelClass(Protocol):
     """What loading needs of a model's class."""
@@ -64,10 +58,6 @@ class ModelClass(Protocol):
 
     def unused_weights(self, config: ModelConfig, names: Iterable[str]) -> frozenset[str]:
         """Those of a checkpoint's tensors that are known and carry nothing the model needs."""
-        ...
-
-    def smoothing_groups(self, config: ModelConfig) -> Iterable[SmoothingGroup]:
-        """Every packed projection as tensors of the checkpoint, whose head is not tied."""
         ...
 
 

@@ -8,7 +8,7 @@ checkpoint has and in which order they are applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from torch.nn import functional
 from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
 from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.model_config import ModelConfig, RopeConfig, RopeKind
-from sapwood.runtime.smoothing import SmoothingGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,24 +53,13 @@ class LlamaForCausalLM:
         self._layers = tuple(_build_layer(config, weights, kernels, i) for i in _layer_ids(config))
         self._norm = weights["model.norm.weight"].clone()
         tied = config.tie_word_embeddings
-        self._head = kernels.pack_linear(self._embedding if tied else weights["lm_head.weight"])
+        head = self._embedding if tied else weights["lm_head.weight"]
+        self._head = kernels.pack_linear(head, is_last=True)
         self._angles = _rope_angles(config, self._embedding.device)
 
     @property
     def config(self) -> ModelConfig:
         return self._config
-
-    @property
-    def projections(self) -> Mapping[str, object]:
-        found: dict[str, object] = {"head": self._head}
-        for index, layer in enumerate(self._layers):
-            found |= {
-                f"layers.{index}.qkv": layer.qkv,
-                f"layers.{index}.output": layer.output,
-                f"layers.{index}.gate_up": layer.gate_up,
-                f"layers.{index}.down": layer.down,
-            }
-        return found
 
     def kv_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
         return KVCacheSpec(
@@ -157,14 +145,6 @@ class LlamaForCausalLM:
             or (name == "lm_head.weight" and config.tie_word_embeddings)
         )
 
-    @staticmethod
-    def smoothing_groups(config: ModelConfig) -> Iterator[SmoothingGroup]:
-        for index in _layer_ids(config):
-            yield from _smoothing_groups(config, index)
-        yield SmoothingGroup(
-            name="head", producers=("model.norm.weight",), consumers=("lm_head.weight",)
-        )
-
 
 def _layer_ids(config: ModelConfig) -> range:
     return range(config.num_hidden_layers)
@@ -216,38 +196,6 @@ def _build_layer(
         mlp_norm=weights[f"{prefix}.post_attention_layernorm.weight"].clone(),
         gate_up=fused(mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=fused(mlp_bias, "mlp.down_proj"),
-    )
-
-
-def _smoothing_groups(config: ModelConfig, index: int) -> Iterator[SmoothingGroup]:
-    """The projections of one layer. The MLP's input channels are outputs of up_proj, by which the
-    gate is multiplied; those of attention's output are outputs of v_proj, one for a KV group."""
-    layer = f"model.layers.{index}"
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    yield SmoothingGroup(
-        name=f"layers.{index}.qkv",
-        producers=(f"{layer}.input_layernorm.weight",),
-        consumers=tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
-    )
-    num_kv_heads, head_dim = config.num_key_value_heads, config.head_dim
-    value_channels = torch.arange(num_kv_heads * head_dim).view(num_kv_heads, 1, head_dim)
-    num_groups = config.num_attention_heads // num_kv_heads
-    has_bias = config.attention_bias
-    yield SmoothingGroup(
-        name=f"layers.{index}.output",
-        producers=(f"{attention}.v_proj.weight", *[f"{attention}.v_proj.bias"] * has_bias),
-        consumers=(f"{attention}.o_proj.weight",),
-        channel_of_input=value_channels.expand(-1, num_groups, -1).reshape(-1),
-    )
-    yield SmoothingGroup(
-        name=f"layers.{index}.gate_up",
-        producers=(f"{layer}.post_attention_layernorm.weight",),
-        consumers=(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-    )
-    yield SmoothingGroup(
-        name=f"layers.{index}.down",
-        producers=(f"{mlp}.up_proj.weight", *[f"{mlp}.up_proj.bias"] * config.mlp_bias),
-        consumers=(f"{mlp}.down_proj.weight",),
     )
 
 

@@ -1,17 +1,36 @@
 """Projections in int8 against the arithmetic they stand for, done in float64."""
 
+import ctypes
+import platform
+import shutil
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from sapwood.kernels import load_kernels
-from sapwood.kernels.int8 import Int8Projection, is_available, quantize_weight
+from sapwood.kernels import int8, load_kernels
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.native import Native, build
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch has no fbgemm")
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
-SHAPES = [(1, 1), (3, 5), (64, 17), (96, 576), (576, 96)]  # in, out
-LEVELS = 127
+# Every way to multiply that this processor has: its own, pairs of 16 bits, and plain C.
+IS_X86 = platform.machine() == "x86_64"
+FLAGS = {"own": [], "avx2": ["-march=x86-64-v3"], "plain": ["-march=x86-64-v2"]}
+WAYS = list(FLAGS) if IS_X86 else ["own"]
+
+SHAPES = [(1, 1), (3, 5), (31, 47), (32, 48), (64, 17), (33, 49), (576, 100)]  # in, out
+GROUP, LEVELS, FINER = 32, 127, 254
+
+
+@pytest.fixture(params=WAYS)
+def native(request: pytest.FixtureRequest) -> Native:
+    assert COMPILER is not None
+    if request.param == "avx2" and torch.cpu.get_capabilities().get("avx2") is False:
+        pytest.skip("this processor has no AVX2")
+    return Native(ctypes.CDLL(str(build(COMPILER, FLAGS[request.param]))))
 
 
 @pytest.fixture
@@ -25,72 +44,137 @@ def random_numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def exactly(x: Tensor, weight: Tensor) -> Tensor:
-    """Float64 [rows, out]: rows rounded to 127 steps of their largest inlier, weights as stored."""
-    stored = quantize_weight(weight)
-    magnitudes = x.abs().amax(dim=1, keepdim=True)
-    rounded = (x / magnitudes * LEVELS).round().double() / LEVELS * magnitudes.double()
-    rounded = torch.where(magnitudes == 0, 0.0, rounded)
-    values = stored.values.double() * stored.scales.double().unsqueeze(1)
-    kept = x[:, stored.outliers].double() @ stored.outlier_weight.double()
-    return rounded @ values.t() + kept
+def grouped(x: Tensor) -> Tensor:
+    """[rows, in] as [rows, groups, GROUP], zeros behind."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP))
+    return padded.view(len(x), -1, GROUP)
+
+
+def rounded(x: Tensor, num_planes: int) -> Tensor:
+    """Float64 rows as they are multiplied: each group in 127 steps, the rest in finer ones."""
+    groups = grouped(x)
+    scales = groups.abs().amax(dim=-1, keepdim=True) / LEVELS
+    steps = torch.where(scales > 0, 1 / scales, 0.0)
+    values = (groups * steps).round()
+    result = values.double()
+    if num_planes == 2:
+        result += ((groups * steps - values) * FINER).round().double() / FINER
+    return (result * scales.double()).flatten(1)[:, : x.shape[1]]
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("num_planes", [1, 2])
 def test_rows_and_weights_are_rounded_and_nothing_else(
-    kernels: Kernels, num_inputs: int, num_outputs: int, num_rows: int
+    native: Native, num_inputs: int, num_outputs: int, num_rows: int, num_planes: int
 ) -> None:
     x = random_numbers(num_rows, num_inputs, seed=1)
     weight = random_numbers(num_outputs, num_inputs, seed=2)
     bias, residual = (random_numbers(n, num_outputs, seed=3 + n) for n in (1, num_rows))
-    expected = exactly(x, weight)
-    bare = kernels.pack_linear(weight)
-    torch.testing.assert_close(kernels.linear(x, bare).double(), expected, atol=2e-5, rtol=2e-6)
-    biased = kernels.pack_linear(weight, bias[0])
+    bare = int8.pack(native, weight, None, num_planes=num_planes)
+    stored = int8.unpack(native, bare)
+    expected = rounded(x, num_planes) @ stored.double().t()
+    # Rounding of float32 sums: of at most 18 groups, and of the offsets that cancel in them.
+    close = partial(torch.testing.assert_close, atol=2e-5, rtol=2e-6)
+    close(int8.linear(native, x, bare, None).double(), expected)
+    biased = int8.pack(native, weight, bias[0], num_planes=num_planes)
     kept = residual.clone()
-    torch.testing.assert_close(
-        kernels.linear(x, biased, residual).double(),
-        expected + bias.double() + residual.double(),
-        atol=2e-5,
-        rtol=2e-6,
-    )
+    actual = int8.linear(native, x, biased, residual)
+    close(actual.double(), expected + bias.double() + residual.double())
     assert torch.equal(residual, kept)
 
 
-def test_the_error_is_no_more_than_half_a_step_of_each_factor(kernels: Kernels) -> None:
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+def test_a_weight_is_within_half_a_step_of_its_group(
+    native: Native, num_inputs: int, num_outputs: int
+) -> None:
+    weight = random_numbers(num_outputs, num_inputs, seed=2)
+    weight[:, ::7] *= 20
+    stored = int8.unpack(native, int8.pack(native, weight, None))
+    # A last group that is not full spans its own inputs only.
+    pad = -num_inputs % GROUP
+    low = torch.nn.functional.pad(weight, (0, pad), value=torch.inf).view(num_outputs, -1, GROUP)
+    high = torch.nn.functional.pad(weight, (0, pad), value=-torch.inf).view(num_outputs, -1, GROUP)
+    steps = (high.amax(dim=-1) - low.amin(dim=-1)) / 255
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    # Scale and offset are float16 of the output's largest weight.
+    bound = (0.5 * steps + 255 * steps * 2**-11 + largest * 2**-11).unsqueeze(-1)
+    assert (grouped(stored - weight).abs() <= bound).all()
+
+
+def test_weights_of_4_bits_come_out_as_they_were(native: Native) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randint(0, 16, (48, 10, GROUP), generator=generator).float()
+    values[..., 0], values[..., 1] = 0.0, 15.0
+    scales, offsets = (random_numbers(48, 10, 1, seed=seed) for seed in (4, 5))
+    scales = scales.abs() + 0.1
+    weight = (values * scales + offsets).flatten(1)
+    stored = int8.unpack(native, int8.pack(native, weight, None))
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    # Nothing but the float16 of scale and offset, and their use for 15 steps.
+    assert ((stored - weight).abs() <= largest * 2**-10).all()
+    # 8 bits that are not of that grid miss it by more.
+    off_grid = weight + random_numbers(48, 320, seed=6) * 0.1
+    missed = int8.unpack(native, int8.pack(native, off_grid, None))
+    assert (missed - off_grid).abs().mean() > 2 * (stored - weight).abs().mean()
+
+
+def test_a_second_plane_takes_away_the_rows_error(native: Native) -> None:
     x, weight = random_numbers(32, 576, seed=1), random_numbers(96, 576, seed=2)
-    stored = quantize_weight(weight)
-    steps_of_x = x.abs().amax(dim=1) / LEVELS
-    bound = (
-        steps_of_x.unsqueeze(1) / 2 * weight.abs().sum(dim=1)
-        + x.abs().sum(dim=1, keepdim=True) * stored.scales / 2
-        + 576 * steps_of_x.unsqueeze(1) * stored.scales / 4
+    stored = int8.unpack(native, int8.pack(native, weight, None)).double()
+    exact = x.double() @ stored.t()
+    one, two = (
+        (int8.linear(native, x, int8.pack(native, weight, None, num_planes=n), None) - exact)
+        .abs()
+        .max()
+        .item()
+        for n in (1, 2)
     )
-    error = (kernels.linear(x, kernels.pack_linear(weight)) - x @ weight.t()).abs()
-    assert (error <= bound).all()
-    assert error.max() > 0
+    assert 0 < two < one / 50
 
 
-def test_a_row_does_not_depend_on_its_batch(kernels: Kernels) -> None:
+def test_ways_agree_to_rounding_of_sums(native: Native) -> None:
+    x, weight = random_numbers(9, 320, seed=1), random_numbers(77, 320, seed=2)
+    own = Native(ctypes.CDLL(str(build(COMPILER or "cc"))))
+    mine, theirs = (int8.linear(n, x, int8.pack(n, weight, None), None) for n in (native, own))
+    torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_row_does_not_depend_on_its_batch(kernels: Kernels, is_last: bool) -> None:
     x, weight = random_numbers(64, 576, seed=1), random_numbers(960, 576, seed=2)
     x[5] *= 1e6
-    packed = kernels.pack_linear(weight)
+    packed = kernels.pack_linear(weight, is_last=is_last)
     together = kernels.linear(x, packed)
     for row in (0, 5, 31, 63):
         assert torch.equal(kernels.linear(x[row : row + 1], packed)[0], together[row])
-    assert torch.equal(kernels.linear(x[:9], packed), together[:9])
+    for num_rows in (2, 3, 5, 6, 7, 9):
+        assert torch.equal(kernels.linear(x[:num_rows], packed), together[:num_rows])
 
 
-def test_rows_of_zeros_and_broken_rows_harm_nobody(kernels: Kernels) -> None:
-    x, weight = random_numbers(4, 64, seed=1), random_numbers(8, 64, seed=2)
-    packed = kernels.pack_linear(weight, torch.ones(8))
-    expected = kernels.linear(x, packed)
-    x[1], x[2, 3] = 0.0, torch.nan
-    result = kernels.linear(x, packed)
-    assert torch.equal(result[1], torch.ones(8))
-    assert result[2].isnan().all()
-    assert torch.equal(result[[0, 3]], expected[[0, 3]])
+def test_rows_of_zeros_and_broken_rows_harm_nobody(native: Native) -> None:
+    x, weight = random_numbers(7, 64, seed=1), random_numbers(8, 64, seed=2)
+    for num_planes in (1, 2):
+        packed = int8.pack(native, weight, torch.ones(8), num_planes=num_planes)
+        expected = int8.linear(native, x, packed, None)
+        broken = x.clone()
+        broken[1], broken[2, 3], broken[4, 63], broken[5, 0] = 0.0, torch.nan, torch.inf, -torch.inf
+        result = int8.linear(native, broken, packed, None)
+        assert torch.equal(result[1], torch.ones(8))
+        assert result[[2, 4, 5]].isnan().all()
+        assert torch.equal(result[[0, 3, 6]], expected[[0, 3, 6]])
+
+
+def test_tiny_and_huge_rows_keep_their_scale(native: Native) -> None:
+    x, weight = random_numbers(2, 64, seed=1), random_numbers(8, 64, seed=2)
+    packed = int8.pack(native, weight, None)
+    expected = int8.linear(native, x, packed, None)
+    for factor in (2.0**-60, 2.0**60):
+        scaled = int8.linear(native, x * factor, packed, None)
+        torch.testing.assert_close(scaled / factor, expected)
+    for factor in (2.0**-125, 2.0**-140):
+        vanished = int8.linear(native, x * factor, packed, None)
+        assert (vanished.abs() <= 2.0**-110).all()
 
 
 def test_no_rows_give_no_rows(kernels: Kernels) -> None:
@@ -98,35 +182,27 @@ def test_no_rows_give_no_rows(kernels: Kernels) -> None:
     assert kernels.linear(torch.empty(0, 64), packed).shape == (0, 8)
 
 
-def test_outlier_columns_are_multiplied_in_float32(kernels: Kernels) -> None:
-    x, weight = random_numbers(16, 64, seed=1), random_numbers(24, 64, seed=2)
-    x[:, [3, 40]] /= 4096
-    weight[:, [3, 40]] *= 4096
-    stored = quantize_weight(weight)
-    assert stored.outliers.tolist() == [3, 40]
-    assert torch.equal(stored.dequantized()[:, [3, 40]], weight[:, [3, 40]])
-    packed = kernels.pack_linear(weight)
-    assert isinstance(packed, Int8Projection) and packed.outliers is not None
-    torch.testing.assert_close(
-        kernels.linear(x, packed).double(), exactly(x, weight), atol=2e-5, rtol=2e-6
-    )
-    # In int8 with the others they would leave nothing of these.
-    error = (kernels.linear(x, packed) - x @ weight.t()).abs().max()
-    assert error < 0.02 * (x @ weight.t()).abs().max()
+def test_rows_of_another_width_are_refused(kernels: Kernels) -> None:
+    packed = kernels.pack_linear(random_numbers(8, 64, seed=2))
+    with pytest.raises(ValueError, match="63 inputs, the projection 64"):
+        kernels.linear(torch.zeros(2, 63), packed)
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_the_largest_products_do_not_saturate(kernels: Kernels, sign: float) -> None:
+def test_the_largest_products_do_not_saturate(native: Native, sign: float) -> None:
     x = torch.full((2, 256), sign)
-    weight = torch.full((4, 256), 0.5)
-    expected = torch.full((2, 4), 128.0 * sign)
-    torch.testing.assert_close(kernels.linear(x, kernels.pack_linear(weight)), expected)
+    weight = torch.tensor([0.5, -0.5] * 128).expand(4, -1).clone()
+    weight[:, 1::2] = 0.5 * torch.tensor([1.0, 1.0, 1.0, -1.0]).unsqueeze(1)
+    expected = (x.double() @ weight.double().t()).float()
+    actual = int8.linear(native, x, int8.pack(native, weight, None), None)
+    torch.testing.assert_close(actual, expected, atol=0.01, rtol=1e-3)
 
 
-def test_fewer_levels_round_more_coarsely() -> None:
-    weight = random_numbers(96, 64, seed=2)
-    fine, coarse = (quantize_weight(weight, levels) for levels in (127, 63))
-    assert coarse.values.abs().max() == 63
-    assert fine.values.abs().max() == 127
-    error = [(q.dequantized() - weight).abs().mean() for q in (fine, coarse)]
-    assert 1.5 < error[1] / error[0] < 2.5
+def test_a_model_packs_its_last_projection_more_finely(kernels: Kernels) -> None:
+    weight = random_numbers(8, 64, seed=2)
+    planes = []
+    for is_last in (False, True):
+        packed = kernels.pack_linear(weight, is_last=is_last)
+        assert isinstance(packed, int8.Int8Projection)
+        planes.append(packed.num_planes)
+    assert planes == [1, 2]

@@ -1,4 +1,4 @@
-"""Loading in int8: calibrated once, taken by itself only where it is as good."""
+"""Loading in int8: tried once a checkpoint, taken by itself only where it is as good."""
 
 import json
 import logging
@@ -10,12 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from sapwood import ConfigError, Engine, SamplingParams
 from sapwood.kernels import load_kernels
-from sapwood.kernels.int8 import Int8Projection, is_available
+from sapwood.kernels.int8 import Int8Projection
+from sapwood.kernels.interface import Kernels
 from sapwood.runtime import quantize
 from sapwood.runtime.quantize import Quantize
 from sapwood.runtime.weights import LoadedModel, load_model
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch has no fbgemm")
+pytestmark = pytest.mark.skipif(
+    load_kernels("cpu").quantized() is None, reason="int8 takes a C compiler"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,43 +31,64 @@ def load(folder: Path, **options: str) -> LoadedModel:
     return load_model(folder, kernels=load_kernels("cpu"), **options)
 
 
-def test_every_projection_is_int8(tiny_model: Path) -> None:
-    loaded = load(tiny_model, quantize="int8")
-    assert loaded.quantize is Quantize.INT8
-    projections = loaded.model.projections
-    assert len(projections) == 4 * loaded.config.num_hidden_layers + 1
-    assert all(isinstance(p, Int8Projection) for p in projections.values())
-    untouched = load(tiny_model, quantize="none")
-    assert untouched.quantize is Quantize.NONE
-    assert not any(isinstance(p, Int8Projection) for p in untouched.model.projections.values())
+class CountingKernels:
+    """The cpu kernels, and what their int8 ones packed."""
+
+    def __init__(self) -> None:
+        self.packed: list[object] = []
+        self._kernels: Kernels = load_kernels("cpu")
+
+    def quantized(self) -> "CountingKernels":
+        found = self._kernels.quantized()
+        assert found is not None
+        self._kernels = found
+        return self
+
+    def pack_linear(self, *arguments: object, **options: object) -> object:
+        self.packed.append(self._kernels.pack_linear(*arguments, **options))  # type: ignore[arg-type]
+        return self.packed[-1]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._kernels, name)
 
 
-def test_a_checkpoint_is_calibrated_once(
+@pytest.mark.parametrize(("mode", "is_int8"), [("int8", True), ("none", False)])
+def test_every_projection_is_int8(tiny_model: Path, mode: str, is_int8: bool) -> None:
+    kernels = CountingKernels()
+    loaded = load_model(tiny_model, kernels=kernels, quantize=mode)  # type: ignore[arg-type]
+    assert loaded.quantize is Quantize(mode)
+    assert len(kernels.packed) == 4 * loaded.config.num_hidden_layers + 1
+    assert all(isinstance(p, Int8Projection) == is_int8 for p in kernels.packed)
+
+
+def test_a_checkpoint_is_tried_once(
     tiny_model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = load(tiny_model, quantize="int8")
-    (stored,) = (own_cache / "calibrated").glob("*/calibration.safetensors")
-    assert set(load_file(stored)) == set(first.model.projections)
+    load(tiny_model, quantize="int8")
+    assert not (own_cache / "int8").exists(), "int8 that is asked for is not doubted"
+    load(tiny_model, quantize="auto")
+    (stored,) = (own_cache / "int8").glob("*/divergence.json")
+    assert 0 < float(stored.read_text()) < 1
 
     def again(*_: object) -> None:
-        raise AssertionError("calibrated twice")
+        raise AssertionError("tried twice")
 
-    monkeypatch.setattr(quantize, "_calibrate", again)
-    assert load(tiny_model, quantize="int8").quantize is Quantize.INT8
+    monkeypatch.setattr(quantize, "_measure", again)
+    load(tiny_model, quantize="auto")
 
 
-def test_changed_weights_are_calibrated_anew(tiny_model: Path, own_cache: Path) -> None:
+def test_changed_weights_are_tried_anew(tiny_model: Path, own_cache: Path) -> None:
     changed = own_cache / "changed"
     changed.mkdir()
     for path in tiny_model.iterdir():
         (changed / path.name).write_bytes(path.read_bytes())
-    load(tiny_model, quantize="int8")
-    load(changed, quantize="int8")
-    assert len(list((own_cache / "calibrated").glob("*/"))) == 1, "the place does not matter"
+    load(tiny_model, quantize="auto")
+    load(changed, quantize="auto")
+    assert len(list((own_cache / "int8").glob("*/"))) == 1, "the place does not matter"
     weights = load_file(changed / "model.safetensors")
     save_file({n: t * 1.5 for n, t in weights.items()}, changed / "model.safetensors")
-    load(changed, quantize="int8")
-    assert len(list((own_cache / "calibrated").glob("*/"))) == 2
+    load(changed, quantize="auto")
+    assert len(list((own_cache / "int8").glob("*/"))) == 2
 
 
 @pytest.mark.parametrize(("bound", "expected"), [(1e9, Quantize.INT8), (0.0, Quantize.NONE)])
@@ -91,10 +115,11 @@ def test_int8_that_cannot_be_had_is_refused_and_auto_does_without(tiny_model: Pa
         load(tiny_model, quantize="int4")
 
 
-def test_dummy_weights_need_no_calibration(tiny_model: Path, own_cache: Path) -> None:
-    loaded = load(tiny_model, quantize="int8", load_format="dummy")
+@pytest.mark.parametrize("mode", ["int8", "auto"])
+def test_dummy_weights_are_not_tried(tiny_model: Path, own_cache: Path, mode: str) -> None:
+    loaded = load(tiny_model, quantize=mode, load_format="dummy")
     assert loaded.quantize is Quantize.INT8
-    assert not (own_cache / "calibrated").exists()
+    assert not (own_cache / "int8").exists()
 
 
 def test_a_tied_head_is_quantised_and_the_embedding_is_not(
@@ -109,8 +134,10 @@ def test_a_tied_head_is_quantised_and_the_embedding_is_not(
     weights = load_file(tied / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, tied / "model.safetensors")
-    model = load(tied, quantize="int8").model
-    assert isinstance(model.projections["head"], Int8Projection)
+    kernels = CountingKernels()
+    model = load_model(tied, kernels=kernels, quantize="int8").model  # type: ignore[arg-type]
+    head = kernels.packed[-1]
+    assert isinstance(head, Int8Projection) and head.num_planes == 2
     embedding = model._embedding  # type: ignore[attr-defined]
     assert torch.equal(embedding, weights["model.embed_tokens.weight"])
 
