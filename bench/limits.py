@@ -6,24 +6,25 @@ The lower bound of a step's time is counted, not measured. For each part of the 
 
 and parts follow one another, so that their bounds add up. `share` is bound / measured time.
 
-    linears     2 * rows * inputs * outputs operations; their weights are read once, 4 bytes each
-                in float32 and 1 in int8. Behind the last layer's attention, and in the head, only
+    linears     2 * rows * inputs * outputs operations, twice that where int8 rounds its rows to 16
+                bits (the head); their packed weights are read once. In int8, where every group of
+                32 inputs has its own scale and offset, three float32 multiply-adds for each row,
+                output and group besides. Behind the last layer's attention, and in the head, only
                 rows that have logits count.
     attention   4 * head_dim * query heads operations for each pair of a row and a token it sees;
                 keys and values of each distinct token are read once, however many rows share it.
-                float32 in every mode.
+                In the dtype that keys and values are kept in.
 
 Everything else counts as nothing: norms, rotary embedding, softmax, activations, sampling and
-scheduling, and in int8 rounding the rows and the few input channels that are multiplied in float32.
-Linears that a mode leaves in float32 count as such.
+scheduling, and in int8 rounding the rows.
 The prefill's bound is that of one pass over the prompt, however it is cut into steps.
 
 The rates are measured in the same process, before and after everything else, the best counting:
 
-    GEMM rate   the best of several ways (torch's float32, oneDNN's packed float32 and int8,
-                FBGEMM's int8, Sapwood's own) over the model's shapes at many rows: what a step of
-                32 rows cannot reach. `linears_alone` is what it could: the time of nothing but
-                the model's linears, through Sapwood's kernels, at the step's own number of rows.
+    GEMM rate   the best of several ways (torch's float32 and bfloat16, oneDNN's packed float32 and
+                int8, FBGEMM's int8, Sapwood's own) over the model's shapes at many rows: what a
+                step of 32 rows cannot reach. `linears_alone` is what it could: the time of nothing
+                but the model's linears, through Sapwood's kernels, at the step's own rows.
     bandwidth   reading a tensor far larger than the caches with all threads, best of a few ways.
 
 Besides: the share of wall time that the scheduler, building batches and sampling take in workload
@@ -39,7 +40,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ from workloads import Job, WorkloadBuilder
 
 from sapwood import Engine, SamplingParams
 from sapwood.kernels import load_kernels
+from sapwood.kernels.int8 import GROUP, Int8Projection
 from sapwood.kernels.interface import Kernels
 from sapwood.runtime.model_config import ModelConfig, read_model_config
 from sapwood.runtime.model_runner import ModelRunner
@@ -76,7 +78,9 @@ BAR_OF_CASE = {"prefill": 0.70, "decode of 32": 0.55, "decode of 1": 0.60}
 MAX_OVERHEAD = 0.08
 GEMM_ROWS = (256, 1024)
 BANDWIDTH_BYTES = 2**28
-FLOAT32, INT8 = "float32", "int8"
+FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
+BYTES_OF = {FLOAT32: 4, BFLOAT16: 2}
+OPS_PER_GROUP = 6  # float32: by the weights' scale, by the row's, and the offset, each with an add
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,22 +128,22 @@ class Mode:
     kernels: Kernels
     linears: tuple[Linear, ...]
     packed: tuple[object, ...]
-    arithmetic: tuple[str, ...]
+    kv_dtype: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One product of a step: what it computes in, its operations, and the bytes it reads."""
+    """One product of a step: its operations by what they compute in, and the bytes it reads."""
 
     name: str
-    arithmetic: str
-    num_ops: float
+    num_ops: dict[str, float]
     num_bytes: float
 
     def seconds(self, limits: Limits) -> float:
         """The least time it takes."""
-        rate = limits.ops_by_arithmetic[self.arithmetic]
-        return max(self.num_ops / rate, self.num_bytes / limits.read_bandwidth)
+        rates = limits.ops_by_arithmetic
+        computing = sum(ops / rates[arithmetic] for arithmetic, ops in self.num_ops.items())
+        return max(computing, self.num_bytes / limits.read_bandwidth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +210,7 @@ def dtype_of(quantize: str) -> str:
 @torch.inference_mode()
 def measure_limits(config: ModelConfig) -> Limits:
     """The best rates of several tries. Takes some seconds."""
-    rates = {FLOAT32: 0.0, INT8: 0.0}
+    rates = {FLOAT32: 0.0, BFLOAT16: 0.0, INT8: 0.0}
     for linear in _linears_of_a_layer(config, is_last=False):
         for num_rows in GEMM_ROWS:
             num_ops = 2 * num_rows * linear.num_weights
@@ -234,6 +238,7 @@ def _products(linear: Linear, num_rows: int) -> Iterator[tuple[str, Callable[[],
     kernels = load_kernels("cpu")
     yield FLOAT32, partial(functional.linear, x, weight)
     yield FLOAT32, partial(kernels.linear, x, kernels.pack_linear(weight))
+    yield BFLOAT16, partial(functional.linear, x.bfloat16(), weight.bfloat16())
     if (quantized := kernels.quantized()) is not None:
         yield INT8, partial(quantized.linear, x, quantized.pack_linear(weight))
     yield from ((INT8, product) for product in _int8_products(x, weight))
@@ -309,25 +314,36 @@ def _linears_of_a_layer(config: ModelConfig, *, is_last: bool) -> Iterator[Linea
 
 def parts_of(mode: Mode, step: Step) -> Iterator[Part]:
     """What a step has to compute and to read, part by part."""
-    for linear, arithmetic in zip(mode.linears, mode.arithmetic, strict=True):
-        num_rows = linear.num_rows(step)
-        if num_rows:
-            yield Part(
-                name=f"{'head' if linear.name == 'head' else 'linears'}, {arithmetic}",
-                arithmetic=arithmetic,
-                num_ops=2 * num_rows * linear.num_weights,
-                num_bytes=linear.num_weights * (1 if arithmetic == INT8 else 4),
-            )
-    config = mode.config
+    for linear, packed in zip(mode.linears, mode.packed, strict=True):
+        if num_rows := linear.num_rows(step):
+            yield _linear_part(linear, packed, num_rows)
+    config, dtype = mode.config, mode.kv_dtype
     ops_per_pair = 4 * config.head_dim * config.num_attention_heads
-    bytes_per_token = 2 * config.head_dim * config.num_key_value_heads * 4
+    values_per_token = 2 * config.head_dim * config.num_key_value_heads
     for _ in range(config.num_hidden_layers):
         yield Part(
-            name="attention, float32",
-            arithmetic=FLOAT32,
-            num_ops=ops_per_pair * num_attended_pairs(step),
-            num_bytes=bytes_per_token * step.num_distinct_kv_tokens,
+            name=f"attention, {dtype}",
+            num_ops={dtype: ops_per_pair * num_attended_pairs(step)},
+            num_bytes=values_per_token * BYTES_OF[dtype] * step.num_distinct_kv_tokens,
         )
+
+
+def _linear_part(linear: Linear, packed: object, num_rows: int) -> Part:
+    name = "head" if linear.name == "head" else "linears"
+    num_ops = 2 * num_rows * linear.num_weights
+    if not isinstance(packed, Int8Projection):
+        return Part(
+            name=f"{name}, {FLOAT32}", num_ops={FLOAT32: num_ops}, num_bytes=4 * linear.num_weights
+        )
+    num_groups = -(-linear.num_inputs // GROUP)
+    return Part(
+        name=f"{name}, {INT8}",
+        num_ops={
+            INT8: num_ops * packed.num_planes,
+            FLOAT32: OPS_PER_GROUP * num_rows * linear.num_outputs * num_groups,
+        },
+        num_bytes=packed.num_bytes,
+    )
 
 
 def num_attended_pairs(step: Step) -> int:
@@ -392,13 +408,12 @@ def _mode(engine: SteppedEngine, config: ModelConfig) -> Mode:
             f"the model applied {len(packed)} linear layers, {len(linears)} were counted: what a "
             "step has to do is out of date here"
         )
-    pairs = zip(packed, linears, strict=True)
     return Mode(
         config=config,
         kernels=kernels,
         linears=linears,
         packed=tuple(packed),
-        arithmetic=tuple(_arithmetic(one, linear.num_weights) for one, linear in pairs),
+        kv_dtype=engine.info.kv_dtype,
     )
 
 
@@ -418,18 +433,6 @@ def _noted_linears(kernels: type) -> Iterator[list[object]]:
         yield packed_layers
     finally:
         kernels.linear = original  # type: ignore[attr-defined]
-
-
-def _arithmetic(packed: object, num_weights: int) -> str:
-    """float32 where the packed layer holds its weights as such, else int8."""
-    values: Iterable[object] = packed if isinstance(packed, tuple) else ()
-    if is_dataclass(packed):
-        values = (getattr(packed, field.name) for field in fields(packed))
-    is_float32 = any(
-        isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() == num_weights
-        for value in values
-    )
-    return FLOAT32 if is_float32 else INT8
 
 
 def _prefill_sample(mode: Mode, steps: Sequence[Step], prompt_len: int) -> Sample:
@@ -550,8 +553,9 @@ def table(result: dict[str, Any]) -> str:
     limits = result["limits"]
     rates = limits["ops_by_arithmetic"]
     rows = [
-        f"Limits: {rates[FLOAT32] / 1e9:.0f} GFLOP/s in float32, {rates[INT8] / 1e9:.0f} GOP/s in "
-        f"int8, reads {limits['read_bandwidth'] / 1e9:.1f} GB/s, copies "
+        f"Limits: {rates[FLOAT32] / 1e9:.0f} GFLOP/s in float32, "
+        f"{rates[BFLOAT16] / 1e9:.0f} in bfloat16, {rates[INT8] / 1e9:.0f} GOP/s in int8, "
+        f"reads {limits['read_bandwidth'] / 1e9:.1f} GB/s, copies "
         f"{limits['copy_bandwidth'] / 1e9:.1f} GB/s.",
         "",
         "| case | dtype | measured, ms | bound, ms | share (quartiles) | bar | linears alone, ms |",

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from sapwood.kernels.native import Native
 
+GROUP = 32  # inputs that share a scale, as in csrc/int8.c
+
 
 class Int8Projection(NamedTuple):
     """A linear layer as csrc/int8.c packs it.

@@ -73,6 +73,7 @@ class Kernels(Protocol):
     Shapes use T for the rows of a step, Hq and Hkv for query and key-value heads (Hq a multiple of
     Hkv, head `h` reads KV head `h // (Hq / Hkv)`), D for the head dimension. A slot is
     `block_id * block_size + offset`. Results have the dtype of their input; reductions are float32.
+    Keys and values are kept in `kv_dtype`, rounded if it is another than theirs.
     A row's result depends on other rows of the step by no more than rounding.
     """
 
@@ -86,6 +87,10 @@ class Kernels(Protocol):
     @property
     def min_saved_tokens(self) -> int:
         """Token reads that a shared edge must save before a segment of its own pays; measured."""
+        ...
+
+    def kv_dtype(self, dtype: torch.dtype, head_dim: int) -> torch.dtype:
+        """What keys and values are kept in, of activations of `dtype`; a spec of that is taken."""
         ...
 
     def make_kv_cache(self, spec: KVCacheSpec) -> KVCache:

@@ -41,6 +41,7 @@ _FLAGS = (
 _BUILD_SECONDS = 60
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_HEADS = (_POINTER, _INT, _POINTER, _POINTER, _INT)  # query, its stride, keys, values, is_bf16
 _SIGNATURES = MappingProxyType(
     {
         "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
@@ -50,13 +51,14 @@ _SIGNATURES = MappingProxyType(
         "int8_linear": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, *(_POINTER,) * 3),
         "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
-        "write_kv": (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
-        "attend": (*(_POINTER,) * 7, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
-        "attend_rows": (*(_POINTER,) * 6, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
+        "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
+        "attend": (*_HEADS, *(_POINTER,) * 4, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
+        "attend_rows": (*_HEADS, *(_POINTER,) * 3, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
         "merge": (*(_POINTER,) * 4, *(_INT,) * 3, _POINTER),
+        "has_bf16": (),
     }
 )
-_WITH_RESULT = frozenset({"int8_num_bytes", "int8_linear"})
+_WITH_RESULT = frozenset({"int8_num_bytes", "int8_linear", "has_bf16"})
 
 
 class Native:
@@ -84,7 +86,9 @@ class Native:
             self._attend,
             self._attend_rows,
             self._merge,
+            has_bf16,
         ) = functions
+        self._has_bf16 = bool(has_bf16())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [rows, n]."""
@@ -152,7 +156,10 @@ class Native:
     def write_kv(
         self, key: Tensor, value: Tensor, slots: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """key and value [rows, num_kv_heads, dim], their rows any stride apart."""
+        """key and value [rows, num_kv_heads, dim], their rows any stride apart.
+
+        keys and values [num_slots, num_kv_heads, dim], float32 or bfloat16 (rounded to nearest).
+        """
         rows, num_kv_heads, dim = key.shape
         self._write_kv(
             key.data_ptr(),
@@ -164,11 +171,14 @@ class Native:
             num_kv_heads * dim,
             keys.data_ptr(),
             values.data_ptr(),
+            keys.dtype == torch.bfloat16,
         )
 
-    def can_attend(self, dtype: torch.dtype, head_dim: int) -> bool:
+    def can_attend(self, kv_dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether `attend` and `attend_rows` take such keys and values."""
         fits = head_dim <= _MAX_HEAD_DIM and head_dim % _HEAD_DIM_STEP == 0
-        return fits and dtype == torch.float32
+        has_products = kv_dtype == torch.bfloat16 and self._has_bf16
+        return fits and (kv_dtype == torch.float32 or has_products)
 
     def attend(
         self,
@@ -185,13 +195,16 @@ class Native:
     ) -> None:
         """Fill out [num_parts, Hq, D] and lse [num_parts, Hq] of single rows; see attention.c.
 
-        query [T, Hq, D], keys and values [num_slots, Hkv, D].
+        query [T, Hq, D], its rows any stride apart; keys and values [num_slots, Hkv, D], float32 or
+        bfloat16. All others are float32.
         """
         num_kv_heads, dim = keys.shape[1:]
         self._attend(
             query.data_ptr(),
+            query.stride(0),
             keys.data_ptr(),
             values.data_ptr(),
+            keys.dtype == torch.bfloat16,
             rows.data_ptr(),
             starts.data_ptr(),
             counts.data_ptr(),
@@ -221,8 +234,10 @@ class Native:
         num_kv_heads, dim = keys.shape[1:]
         self._attend_rows(
             query.data_ptr(),
+            query.stride(0),
             keys.data_ptr(),
             values.data_ptr(),
+            keys.dtype == torch.bfloat16,
             rows.data_ptr(),
             seen.data_ptr(),
             slots.data_ptr(),
@@ -253,7 +268,7 @@ class Native:
 
 
 def load() -> Native | None:
-    """The functions, built first if they are not in the user's cache, which takes about 2 s."""
+    """The functions, built first if they are not in the user's cache, which takes seconds."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         logger.info("there is no C compiler, so torch's operations are used; one makes it faster")

@@ -74,6 +74,9 @@ class ReferenceKernels:
     def min_saved_tokens(self) -> int:
         return 1
 
+    def kv_dtype(self, dtype: torch.dtype, head_dim: int) -> torch.dtype:
+        return dtype
+
     def make_kv_cache(self, spec: KVCacheSpec) -> KVCache:
         shape = (spec.num_layers, spec.num_slots, spec.num_kv_heads, spec.head_dim)
         return KVCache(

@@ -20,11 +20,11 @@ from sapwood.runtime.policy import load_policy
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.segmenter import Segmenter
 from sapwood.runtime.tokenizer import Tokenizer
-from sapwood.runtime.weights import load_model
+from sapwood.runtime.weights import choose_dtype, load_model
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_BYTES = 2**30
+CPU_KV_BYTES = 3 * 2**28
 MAX_SHARE_OF_FREE_MEMORY = 0.5
 
 
@@ -33,7 +33,8 @@ class EngineInfo:
     """What is being served, and with what; for banners, model lists and error messages."""
 
     model_name: str
-    dtype: str  # of activations, keys and values
+    dtype: str  # of activations
+    kv_dtype: str  # of keys and values
     quantize: str  # int8 where projections are, or none
     device: str
     kernels: str
@@ -50,7 +51,10 @@ class EngineInfo:
     @property
     def precision(self) -> str:
         """What is computed in, in words."""
-        return self.dtype if self.quantize == "none" else f"{self.dtype} and {self.quantize}"
+        computed = self.dtype if self.quantize == "none" else f"{self.dtype} and {self.quantize}"
+        if self.kv_dtype == self.dtype:
+            return computed
+        return f"{computed}, keys and values in {self.kv_dtype}"
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -128,7 +132,8 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     )
     info = EngineInfo(
         model_name=loaded.name,
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=_name(choose_dtype(config.model.dtype, loaded.config, device)),
+        kv_dtype=_name(spec.dtype),
         quantize=loaded.quantize.value,
         device=str(device),
         kernels=kernels.name,
@@ -144,6 +149,10 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     )
     namespace = (NamespacePart(NamespaceKind.MODEL, loaded.name),)
     return EngineParts(core=core, tokenizer=tokenizer, info=info, namespace=namespace)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _device(name: str) -> torch.device:
@@ -177,7 +186,7 @@ def _num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
 def _make_kv_cache(kernels: Kernels, spec: KVCacheSpec) -> KVCache:
     try:
         return kernels.make_kv_cache(spec)
-    except RuntimeError as error:  # what torch raises where there is no memory
+    except (RuntimeError, MemoryError) as error:  # torch raises the first where memory lacks
         raise ConfigError(
             f"the KV cache of {spec.num_blocks} blocks takes {spec.num_bytes} bytes, which cannot "
             "be had; lower num_kv_blocks or kv_cache_memory"

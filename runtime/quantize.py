@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_DIVERGENCE = 0.01
 _SAMPLE = Path(__file__).with_name("sample.txt")
 _VERSION = 3  # of how int8 rounds
-_MAX_TOKENS = 1024
+_MAX_TOKENS = 256
 _NUM_PIECES, _PIECE_BYTES = 64, 4096
 
 
@@ -59,7 +59,7 @@ def int8_divergence(
     """Mean KL(float32 || int8) of the next token over the sample text, in nats a token.
 
     `weights` are those of the checkpoint in `folder`, float32; `quantized` are the int8 kernels.
-    The first call for a checkpoint costs two passes over about 600 tokens and, one after the other,
+    The first call for a checkpoint costs two passes over 256 tokens and, one after the other,
     the memory of both models.
     """
     measure = partial(_measure, model_class, config, weights, kernels, quantized, folder)

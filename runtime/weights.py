@@ -81,7 +81,8 @@ def load_model(
     a hub repository; with `load_format="dummy"` also a `ModelConfig`. `dtype` is float32,
     bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere. `quantize` is none,
     int8 (float32 activations between projections in int8, on a CPU) or auto: int8 where it can be
-    had and moves the model's predictions by no more than quantize.MAX_DIVERGENCE.
+    had, `dtype` is auto too and the model's predictions move by no more than
+    quantize.MAX_DIVERGENCE.
 
     Raises ConfigError for an unknown option, ModelNotFoundError and ModelAccessError where there
     is nothing to load, UnsupportedModelError for what is not served and ModelError for a
@@ -105,7 +106,10 @@ def load_model(
     else:
         assert path is not None
         weights = _read_weights(path, config, chosen, device)
-    model, quantized = _build(quantize, config, weights, kernels, None if is_dummy else path)
+    wanted = _quantize(quantize)
+    if wanted is Quantize.AUTO and dtype != "auto":
+        wanted = Quantize.NONE  # who names a dtype wants that one
+    model, quantized = _build(wanted, config, weights, kernels, None if is_dummy else path)
     logger.info(
         "loaded %s as %s%s on %s in %.2f s",
         name,
@@ -118,7 +122,7 @@ def load_model(
 
 
 def _build(
-    quantize: str,
+    quantize: Quantize,
     config: ModelConfig,
     weights: Mapping[str, Tensor],
     kernels: Kernels,
@@ -126,18 +130,17 @@ def _build(
 ) -> tuple[Model, Quantize]:
     """The model, in int8 if that is asked for or, in a checkpoint at `path`, as good."""
     model_class = load_model_class(config.model_type)
-    chosen = _quantize(quantize)
     quantized = None
-    if chosen is not Quantize.NONE:
+    if quantize is not Quantize.NONE:
         obstacle = _obstacle(weights)
         if obstacle is None and (quantized := kernels.quantized()) is None:
             obstacle = (
                 f"the kernels {kernels.name!r} have no int8 here: it takes the cpu kernels and a C "
                 "compiler (cc or gcc)"
             )
-        if chosen is Quantize.INT8 and obstacle is not None:
+        if quantize is Quantize.INT8 and obstacle is not None:
             raise ConfigError(f"quantize is int8, and {obstacle}; use none")
-    if chosen is Quantize.AUTO and quantized is not None and path is not None:
+    if quantize is Quantize.AUTO and quantized is not None and path is not None:
         divergence = int8_divergence(model_class, config, weights, kernels, quantized, path)
         logger.info("int8 moves its predictions by %.4f nats a token", divergence)
         if divergence > MAX_DIVERGENCE:

@@ -17,7 +17,7 @@ from typing import Any
 import xllamacpp  # type: ignore[import-not-found]
 from driver import Answer, Request, serve
 
-SLOT_LEN = 1280
+SLOT_LEN = 1408
 """Tokens of context in a slot; the longest request of any workload fits."""
 
 

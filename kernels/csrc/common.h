@@ -2,6 +2,8 @@
  * row is computed in an order of its own data only, so that it does not depend on the rows beside
  * it. Built by native.py; kernels/cpu.py falls back on torch without it. */
 
+#pragma once
+
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -56,12 +56,6 @@ INLINE ints add_products(ints sum, ints values, int32_t x) {
 #endif
 }
 
-INLINE floats load(const float *from) {
-    floats value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
 INLINE floats load_halves(const _Float16 *from) {
 #if defined(__AVX512VNNI__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
@@ -195,6 +189,20 @@ struct rounded {
     const float *scales, *sums;
 };
 
+/* out = total * units + bias + residual for the first `valid` outputs of a tile. */
+static void finish_row(const float *total, const float *units, const float *bias,
+                       const float *residual, int64_t valid, float *out) {
+    int64_t n = valid < VECTORS * LANES ? valid : VECTORS * LANES;
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) out[j] = total[j] * units[j];
+    if (bias)
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) out[j] += bias[j];
+    if (residual)
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) out[j] += residual[j];
+}
+
 /* `rows` rows over one tile of outputs, `valid` of which exist. out and residual [rows, outputs]
  * begin at the tile; bias and residual may be NULL. */
 INLINE void multiply_tile(struct rounded x, const uint8_t *packed, int64_t groups, const int rows,
@@ -242,23 +250,14 @@ INLINE void multiply_tile(struct rounded x, const uint8_t *packed, int64_t group
             }
         }
     }
+    float result[ROWS][VECTORS * LANES];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 3
-        for (int v = 0; v < VECTORS; v++) {
-            int64_t first = v * LANES, left = valid - first < LANES ? valid - first : LANES;
-            float *to = out + r * outputs + first;
-            const float *before = residual ? residual + r * outputs + first : NULL;
-            floats result = total[r][v] * load(units + first);
-            if (left == LANES) {
-                if (bias) result += load(bias + first);
-                if (before) result += load(before);
-                memcpy(to, &result, sizeof result);
-                continue;
-            }
-            for (int64_t j = 0; j < left; j++)
-                to[j] = result[j] + (bias ? bias[first + j] : 0.0f) + (before ? before[j] : 0.0f);
-        }
+        for (int v = 0; v < VECTORS; v++) memcpy(result[r] + v * LANES, &total[r][v], sizeof total[r][v]);
+    for (int r = 0; r < rows; r++)
+        finish_row(result[r], units, bias, residual ? residual + r * outputs : NULL, valid,
+                   out + r * outputs);
 }
 
 /* out [rows, outputs] = x [rows, n] times the packed weight, plus bias [outputs] and residual

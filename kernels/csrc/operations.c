@@ -1,6 +1,7 @@
 /* The CPU's small operations, each in one pass over its data, for what torch needs several for.
  * NaN and infinities go through to the result. */
 
+#include "bf16.h"
 #include "common.h"
 
 /* out = x / rms(x) * weight for x [rows, n]. */
@@ -55,17 +56,27 @@ void sapwood_rotary(const float *heads, int64_t stride, int64_t rows, int64_t nu
     }
 }
 
-/* keys[slots[i]] = key[i] and the same for values, for rows of n floats. */
+/* to[at] = from for rows of n floats, rounded if `to` is bfloat16. */
+INLINE void write_row(const float *from, void *to, int64_t at, int64_t n, int64_t is_bf16) {
+    if (is_bf16) {
+        uint16_t *row = (uint16_t *)to + at * n;
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) row[j] = bf16_of_float(from[j]);
+    } else {
+        float *row = (float *)to + at * n;
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) row[j] = from[j];
+    }
+}
+
+/* keys[slots[i]] = key[i] and the same for values, for rows of n floats; keys and values are floats
+ * or bfloat16. */
 void sapwood_write_kv(const float *key, int64_t key_stride, const float *value,
                       int64_t value_stride, const int64_t *slots, int64_t rows, int64_t n,
-                      float *keys, float *values) {
+                      void *keys, void *values, int64_t is_bf16) {
 #pragma omp parallel for schedule(static) if (rows * n > GRAIN)
     for (int64_t i = 0; i < rows; i++) {
-        const float *k = key + i * key_stride, *v = value + i * value_stride;
-        float *to_k = keys + slots[i] * n, *to_v = values + slots[i] * n;
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) to_k[j] = k[j];
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) to_v[j] = v[j];
+        write_row(key + i * key_stride, keys, slots[i], n, is_bf16);
+        write_row(value + i * value_stride, values, slots[i], n, is_bf16);
     }
 }

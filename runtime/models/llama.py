@@ -62,13 +62,14 @@ class LlamaForCausalLM:
         return self._config
 
     def kv_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
+        head_dim = self._config.head_dim
         return KVCacheSpec(
             num_layers=self._config.num_hidden_layers,
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=self._config.num_key_value_heads,
-            head_dim=self._config.head_dim,
-            dtype=self._embedding.dtype,
+            head_dim=head_dim,
+            dtype=self._kernels.kv_dtype(self._embedding.dtype, head_dim),
             device=self._embedding.device,
         )
 

@@ -1,8 +1,20 @@
 import pytest
+import torch
 from common import Step
-from limits import FLOAT32, INT8, Limits, Mode, bound_by_part, linears_of, num_attended_pairs
+from limits import (
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    Limits,
+    Linear,
+    Mode,
+    bound_by_part,
+    linears_of,
+    num_attended_pairs,
+)
 
 from sapwood.kernels import load_kernels
+from sapwood.kernels.int8 import Int8Projection
 from sapwood.runtime.model_config import ModelConfig, RopeConfig
 from sapwood.runtime.models import load_model_class
 
@@ -39,18 +51,32 @@ def step(starts: tuple[int, ...], ends: tuple[int, ...], num_logits: int) -> Ste
 
 def mode(arithmetic: str) -> Mode:
     linears = tuple(linears_of(CONFIG))
+    packed: tuple[object, ...] = (None,) * len(linears)
+    if arithmetic == INT8:
+        packed = tuple(_packed(linear) for linear in linears)
     return Mode(
         config=CONFIG,
         kernels=load_kernels("cpu"),
         linears=linears,
-        packed=(None,) * len(linears),
-        arithmetic=(arithmetic,) * len(linears),
+        packed=packed,
+        kv_dtype=FLOAT32 if arithmetic == FLOAT32 else BFLOAT16,
     )
 
 
-def limits(float32: float, int8: float, bandwidth: float) -> Limits:
+def _packed(linear: Linear) -> Int8Projection:
+    """A layer of which only the sizes matter."""
+    return Int8Projection(
+        packed=torch.empty(linear.num_weights + 7, dtype=torch.uint8),
+        num_outputs=linear.num_outputs,
+        num_inputs=linear.num_inputs,
+        bias=None,
+        num_planes=2 if linear.name == "head" else 1,
+    )
+
+
+def limits(float32: float, others: float, bandwidth: float) -> Limits:
     return Limits(
-        ops_by_arithmetic={FLOAT32: float32, INT8: int8},
+        ops_by_arithmetic={FLOAT32: float32, BFLOAT16: others, INT8: others},
         read_bandwidth=bandwidth,
         copy_bandwidth=bandwidth,
     )
@@ -88,13 +114,25 @@ def test_only_rows_with_logits_count_behind_the_last_attention() -> None:
     assert seconds["linears, float32"] == pytest.approx(expected)
 
 
-def test_int8_weights_take_a_quarter_of_the_bytes() -> None:
+def test_int8_weights_are_read_as_they_are_packed() -> None:
     rates = limits(1e30, 1e30, 1.0)  # a byte a second, and computing is free
     one_row = step((0,), (1,), 1)
-    exact = bound_by_part(mode(FLOAT32), one_row, rates)
     quantized = bound_by_part(mode(INT8), one_row, rates)
-    assert exact["linears, float32"] == pytest.approx(4 * quantized["linears, int8"])
-    assert exact["head, float32"] == pytest.approx(4 * quantized["head, int8"])
+    linears = list(linears_of(CONFIG))
+    assert quantized["head, int8"] == pytest.approx(linears[-1].num_weights + 7)
+    expected = sum(linear.num_weights + 7 for linear in linears[:-1])
+    assert quantized["linears, int8"] == pytest.approx(expected)
+
+
+def test_int8_scales_every_group_and_rounds_the_heads_rows_twice() -> None:
+    one_row = step((0,), (1,), 1)
+    # Its widths are 12 and 20, one group each.
+    num_outputs = sum(linear.num_outputs for linear in linears_of(CONFIG)) - 50
+    scaling = bound_by_part(mode(INT8), one_row, limits(1.0, 1e30, 1e30))
+    assert scaling["linears, int8"] == pytest.approx(6 * num_outputs)
+    assert scaling["head, int8"] == pytest.approx(6 * 50)
+    products = bound_by_part(mode(INT8), one_row, limits(1e30, 1.0, 1e30))
+    assert products["head, int8"] == pytest.approx(2 * 2 * 12 * 50)
 
 
 def test_shared_keys_are_read_once_and_multiplied_by_every_row() -> None:
@@ -104,3 +142,5 @@ def test_shared_keys_are_read_once_and_multiplied_by_every_row() -> None:
     assert reading["attention, float32"] == pytest.approx(layers * 2 * kv_heads * head_dim * 4 * 9)
     computing = bound_by_part(mode(FLOAT32), decode, limits(1.0, 1.0, 1e30))
     assert computing["attention, float32"] == pytest.approx(layers * 4 * heads * head_dim * 2 * 9)
+    half = bound_by_part(mode(INT8), decode, limits(1e30, 1e30, 1.0))
+    assert half["attention, bfloat16"] == pytest.approx(reading["attention, float32"] / 2)

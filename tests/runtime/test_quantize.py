@@ -12,6 +12,7 @@ from sapwood import ConfigError, Engine, SamplingParams
 from sapwood.kernels import load_kernels
 from sapwood.kernels.int8 import Int8Projection
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.user_cache import cache_folder
 from sapwood.runtime import quantize
 from sapwood.runtime.quantize import Quantize
 from sapwood.runtime.weights import LoadedModel, load_model
@@ -23,6 +24,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    native = cache_folder() / "native"
+    native.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "native").symlink_to(native)  # or it would be compiled for every test
     monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path))
     return tmp_path
 
