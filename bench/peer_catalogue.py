@@ -16,7 +16,7 @@ NUM_THREADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine to measure. An adapter may know better what `activations` are on this machine.
+    """An engine to measure. An adapter may know better what `activations` and `kv_cache` are here.
 
     `options` are its adapter's; a word in braces stands for the path of a model. `memory_gib` is
     a guess, to decide how many engines may be loaded at once. `is_late`: measured last, with what

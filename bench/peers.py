@@ -233,7 +233,7 @@ class Bench:
                 "title": spec.title,
                 "weights": spec.weights,
                 "activations": process.description.get("activations", spec.activations),
-                "kv_cache": spec.kv_cache,
+                "kv_cache": process.description.get("kv_cache", spec.kv_cache),
                 "is_sapwood": spec.is_sapwood,
                 "is_float32": spec.is_float32,
                 "versions": process.description["versions"],

@@ -36,6 +36,7 @@ class SapwoodEngine:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
+            "kv_cache": self._engine.info.kv_dtype,
             "settings": {"quantize": self._quantize, "num_threads": torch.get_num_threads()},
         }
 
