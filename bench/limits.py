@@ -66,6 +66,7 @@ from sapwood import Engine, SamplingParams
 from sapwood.kernels import load_kernels
 from sapwood.kernels.int8 import GROUP, Int8Projection
 from sapwood.kernels.interface import Kernels
+from sapwood.runtime.build import EngineInfo
 from sapwood.runtime.model_config import ModelConfig, read_model_config
 from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.models import load_model_class
@@ -365,9 +366,10 @@ def bound_by_part(mode: Mode, step: Step, limits: Limits) -> dict[str, float]:
 
 def _measure(arguments: argparse.Namespace, config: ModelConfig, quantize: str) -> Measured:
     samples: dict[str, list[Sample]] = {case: [] for case in CASES}
-    engine = SteppedEngine(arguments.model, quantize=quantize)
+    with _noted_layers(type(load_kernels("cpu"))) as packed:
+        engine = SteppedEngine(arguments.model, quantize=quantize, kernels="cpu")
     builder = WorkloadBuilder(engine.tokenizer, scale=arguments.scale)
-    mode = _mode(engine, config)
+    mode = _mode(engine.info, config, packed)
     _run(engine, builder.build(WORKLOAD_OF_CASE["prefill"], 0))  # warm-up
     for case, workload in WORKLOAD_OF_CASE.items():
         # A prefill gives one sample, a decode each of its steps.
@@ -396,43 +398,37 @@ def _run(engine: SteppedEngine, job: Job) -> list[Step]:
     return engine.run()
 
 
-def _mode(engine: SteppedEngine, config: ModelConfig) -> Mode:
-    """The model's packed linears, taken down while it computes one token."""
-    kernels = load_kernels(engine.info.kernels)
-    with _noted_linears(type(kernels)) as packed:
-        engine.submit(engine.encode("a"), 1)
-        engine.run()
+def _mode(info: EngineInfo, config: ModelConfig, packed: Sequence[object]) -> Mode:
     linears = tuple(linears_of(config))
     if len(packed) != len(linears):
         raise RuntimeError(
-            f"the model applied {len(packed)} linear layers, {len(linears)} were counted: what a "
+            f"the model packed {len(packed)} linear layers, {len(linears)} were counted: what a "
             "step has to do is out of date here"
         )
     return Mode(
         config=config,
-        kernels=kernels,
+        kernels=load_kernels(info.kernels),
         linears=linears,
         packed=tuple(packed),
-        kv_dtype=engine.info.kv_dtype,
+        kv_dtype=info.kv_dtype,
     )
 
 
 @contextmanager
-def _noted_linears(kernels: type) -> Iterator[list[object]]:
-    """A list of the packed layers that are applied meanwhile."""
-    packed_layers: list[object] = []
-    original = kernels.linear  # type: ignore[attr-defined]
+def _noted_layers(kernels: type) -> Iterator[list[object]]:
+    """A list of the linear layers that are packed meanwhile: a model's, in its order."""
+    packed: list[object] = []
+    original = kernels.pack_linear  # type: ignore[attr-defined]
 
-    def linear(self: Kernels, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
-        packed_layers.append(packed)
-        result: Tensor = original(self, x, packed, residual)
-        return result
+    def pack_linear(self: Kernels, *arguments: Any, **options: Any) -> object:
+        packed.append(original(self, *arguments, **options))
+        return packed[-1]
 
-    kernels.linear = linear  # type: ignore[attr-defined]
+    kernels.pack_linear = pack_linear  # type: ignore[attr-defined]
     try:
-        yield packed_layers
+        yield packed
     finally:
-        kernels.linear = original  # type: ignore[attr-defined]
+        kernels.pack_linear = original  # type: ignore[attr-defined]
 
 
 def _prefill_sample(mode: Mode, steps: Sequence[Step], prompt_len: int) -> Sample:

@@ -57,14 +57,26 @@ def unpack(native: Native, projection: Int8Projection) -> Tensor:
 
 
 def linear(
-    native: Native, x: Tensor, projection: Int8Projection, residual: Tensor | None
+    native: Native,
+    x: Tensor,
+    projection: Int8Projection,
+    residual: Tensor | None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    is_gated: bool = False,
 ) -> Tensor:
-    """`residual + x @ weight.T + bias` for x float32 [rows, in]; a new tensor."""
+    """`residual + inputs @ weight.T + bias`; a new tensor float32 [rows, out].
+
+    The inputs are x float32 [rows, in], normed with `norm`, a weight [in] and an epsilon; or if
+    `is_gated` those of x [rows, 2 in], gate and up side by side.
+    """
     packed, num_outputs, num_inputs, bias, num_planes = projection
-    if x.shape[1] != num_inputs:
-        raise ValueError(f"the rows have {x.shape[1]} inputs, the projection {num_inputs}")
+    num_given = x.shape[1] // 2 if is_gated else x.shape[1]
+    if num_given != num_inputs:
+        raise ValueError(f"the rows have {num_given} inputs, the projection {num_inputs}")
     out = x.new_empty(len(x), num_outputs)
     if residual is not None:
         residual = residual.contiguous()
-    native.int8_linear(x.contiguous(), packed, num_planes, bias, residual, out)
+    x = x.contiguous()
+    native.int8_linear(x, norm, is_gated, num_inputs, packed, num_planes, bias, residual, out)
     return out

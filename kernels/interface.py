@@ -156,3 +156,11 @@ class Kernels(Protocol):
         `packed` is what `pack_linear` returned.
         """
         ...
+
+    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, packed: object) -> Tensor:
+        """`linear(rms_norm(x, weight, eps), packed)`, what is between not necessarily stored."""
+        ...
+
+    def gated_linear(self, gate_up: Tensor, packed: object, residual: Tensor) -> Tensor:
+        """`linear(silu_and_mul(gate_up), packed, residual)`, likewise."""
+        ...

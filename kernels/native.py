@@ -48,7 +48,10 @@ _SIGNATURES = MappingProxyType(
         "int8_num_bytes": (_INT, _INT),
         "int8_pack": (_POINTER, _INT, _INT, _POINTER),
         "int8_unpack": (_POINTER, _INT, _INT, _POINTER),
-        "int8_linear": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, *(_POINTER,) * 3),
+        "int8_linear": (
+            *(_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT),
+            *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
+        ),
         "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
         "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
@@ -110,16 +113,23 @@ class Native:
     def int8_linear(
         self,
         x: Tensor,
+        norm: tuple[Tensor, float] | None,
+        is_gated: bool,
+        num_inputs: int,
         packed: Tensor,
         num_planes: int,
         bias: Tensor | None,
         residual: Tensor | None,
         out: Tensor,
     ) -> None:
-        """Fill out [rows, out] with x [rows, in] times the packed weight, plus bias, residual."""
+        """Fill out [rows, out]; see int8.c. `norm` is a weight [in] and an epsilon."""
         status = self._int8_linear(
             x.data_ptr(),
-            *x.shape,
+            None if norm is None else norm[0].data_ptr(),
+            0.0 if norm is None else norm[1],
+            is_gated,
+            len(x),
+            num_inputs,
             packed.data_ptr(),
             out.shape[1],
             num_planes,
@@ -128,7 +138,7 @@ class Native:
             out.data_ptr(),
         )
         if status:
-            raise MemoryError(f"no memory to round {len(x)} rows of {x.shape[1]} inputs")
+            raise MemoryError(f"no memory to round {len(x)} rows of {num_inputs} inputs")
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [rows, 2 n]."""

@@ -146,6 +146,12 @@ class ReferenceKernels:
         out = functional.linear(x, packed.weight, packed.bias)
         return out if residual is None else out + residual
 
+    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, packed: object) -> Tensor:
+        return self.linear(self.rms_norm(x, weight, eps), packed)
+
+    def gated_linear(self, gate_up: Tensor, packed: object, residual: Tensor) -> Tensor:
+        return self.linear(self.silu_and_mul(gate_up), packed, residual)
+
 
 def _segment_indices(plan: AttentionPlan, device: torch.device) -> Iterator[SegmentIndices]:
     for shared in plan.shared:

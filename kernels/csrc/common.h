@@ -30,3 +30,25 @@ INLINE float exp_of_nonpositive(float x) {
     power.bits = ((int32_t)n + 127) << 23;
     return p * power.value;
 }
+
+/* out = x / rms(x) * weight for one row. */
+INLINE void norm_row(const float *x, const float *weight, float eps, int64_t n, float *out) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < n; j++) sum += x[j] * x[j];
+    float scale = 1.0f / sqrtf(sum / (float)n + eps);
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) out[j] = x[j] * scale * weight[j];
+}
+
+/* out [n] = silu(gate) * up for one row with gate and up side by side. */
+INLINE void gate_row(const float *gate_up, int64_t n, float *out) {
+    const float *up = gate_up + n;
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) {
+        float x = gate_up[j];
+        float e = exp_of_nonpositive(-fabsf(x)); /* sigmoid without overflow on either side */
+        float share = (x < 0.0f ? e : 1.0f) / (1.0f + e);
+        out[j] = x * share * up[j];
+    }
+}

@@ -16,6 +16,7 @@
  * LANES times 4 values, then LANES scales and LANES offsets; behind all blocks the units. */
 
 #include <float.h>
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -260,26 +261,34 @@ INLINE void multiply_tile(struct rounded x, const uint8_t *packed, int64_t group
                    out + r * outputs);
 }
 
-/* out [rows, outputs] = x [rows, n] times the packed weight, plus bias [outputs] and residual
- * [rows, outputs], which may be NULL. `planes` is 1 or 2. Returns -1 without memory for the
- * rounded rows, else 0. */
-int64_t sapwood_int8_linear(const float *x, int64_t rows, int64_t n, const uint8_t *packed,
-                            int64_t outputs, int64_t planes, const float *bias,
-                            const float *residual, float *out) {
+/* out [rows, outputs] = inputs [rows, n] times the packed weight, plus bias [outputs] and residual
+ * [rows, outputs], which may be NULL. `planes` is 1 or 2. The inputs are x; with `norm_weight` [n]
+ * x / rms(x) * norm_weight; if `is_gated` silu(gate) * up for x of gate and up, [rows, 2 n]. They
+ * never go through memory as a whole. Returns -1 without memory for the rounded rows, else 0. */
+int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps, int64_t is_gated,
+                            int64_t rows, int64_t n, const uint8_t *packed, int64_t outputs,
+                            int64_t planes, const float *bias, const float *residual,
+                            float *out) {
     const int64_t groups = num_groups(n), tiles = num_blocks(outputs) / VECTORS;
     const int64_t row_bytes = planes * groups * GROUP, scale_bytes = groups * (int64_t)sizeof(float);
-    int8_t *values = malloc((size_t)(rows * (row_bytes + 2 * scale_bytes)));
+    const int64_t own_bytes = omp_get_max_threads() * n * (int64_t)sizeof(float);
+    int8_t *values = malloc((size_t)(rows * (row_bytes + 2 * scale_bytes) + own_bytes));
     if (values == NULL) return -1;
     float *scales = (float *)(values + rows * row_bytes), *sums = scales + rows * groups;
+    float *own_rows = sums + rows * groups; /* each thread's */
     const float *units = units_of((uint8_t *)packed, outputs, groups);
     const int tile_rows = planes == 2 ? ROWS / 2 : ROWS;
 #pragma omp parallel if (rows * n * outputs > GRAIN)
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++) {
+            float *own = own_rows + omp_get_thread_num() * n;
+            const float *row = x + i * n;
+            if (norm_weight) norm_row(row, norm_weight, eps, n, own), row = own;
+            if (is_gated) gate_row(x + 2 * i * n, n, own), row = own;
             int8_t *to = values + i * row_bytes;
-            if (planes == 2) round_row(x + i * n, n, 2, to, scales + i * groups, sums + i * groups);
-            else round_row(x + i * n, n, 1, to, scales + i * groups, sums + i * groups);
+            if (planes == 2) round_row(row, n, 2, to, scales + i * groups, sums + i * groups);
+            else round_row(row, n, 1, to, scales + i * groups, sums + i * groups);
         }
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiles; t++) {

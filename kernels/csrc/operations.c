@@ -8,32 +8,13 @@
 void sapwood_rms_norm(const float *x, const float *weight, float eps, int64_t rows, int64_t n,
                       float *out) {
 #pragma omp parallel for schedule(static) if (rows * n > GRAIN)
-    for (int64_t i = 0; i < rows; i++) {
-        const float *from = x + i * n;
-        float *to = out + i * n;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < n; j++) sum += from[j] * from[j];
-        float scale = 1.0f / sqrtf(sum / (float)n + eps);
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) to[j] = from[j] * scale * weight[j];
-    }
+    for (int64_t i = 0; i < rows; i++) norm_row(x + i * n, weight, eps, n, out + i * n);
 }
 
 /* out [rows, n] = silu(gate) * up for gate and up side by side, gate_up [rows, 2 n]. */
 void sapwood_silu_and_mul(const float *gate_up, int64_t rows, int64_t n, float *out) {
 #pragma omp parallel for schedule(static) if (rows * n > GRAIN / 4)
-    for (int64_t i = 0; i < rows; i++) {
-        const float *gate = gate_up + 2 * i * n, *up = gate + n;
-        float *to = out + i * n;
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) {
-            float x = gate[j];
-            float e = exp_of_nonpositive(-fabsf(x)); /* sigmoid without overflow on either side */
-            float share = (x < 0.0f ? e : 1.0f) / (1.0f + e);
-            to[j] = x * share * up[j];
-        }
-    }
+    for (int64_t i = 0; i < rows; i++) gate_row(gate_up + 2 * i * n, n, out + i * n);
 }
 
 /* Rotate heads [rows, num_heads, dim], whose rows lie `stride` floats apart, into out, contiguous.

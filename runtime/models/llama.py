@@ -104,8 +104,9 @@ class LlamaForCausalLM:
         """Heads' results of one layer side by side, [T, Hq * D]; writes the rows' keys, values."""
         config, kernels = self._config, self._kernels
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        x = kernels.rms_norm(residual, layer.attention_norm, config.rms_norm_eps)
-        heads = kernels.linear(x, layer.qkv).view(len(x), -1, config.head_dim)
+        norm, eps = layer.attention_norm, config.rms_norm_eps
+        heads = kernels.norm_linear(residual, norm, eps, layer.qkv)
+        heads = heads.view(len(heads), -1, config.head_dim)
         rotated = kernels.rotary(heads[:, : num_heads + num_kv_heads], cos, sin)
         query, key = rotated[:, :num_heads], rotated[:, num_heads:]
         value = heads[:, num_heads + num_kv_heads :]
@@ -115,13 +116,13 @@ class LlamaForCausalLM:
 
     def _mlp(self, layer: _Layer, residual: Tensor) -> Tensor:
         """The residual stream after the gated MLP."""
-        x = self._kernels.rms_norm(residual, layer.mlp_norm, self._config.rms_norm_eps)
-        gate_up = self._kernels.linear(x, layer.gate_up)
-        return self._kernels.linear(self._kernels.silu_and_mul(gate_up), layer.down, residual)
+        kernels, eps = self._kernels, self._config.rms_norm_eps
+        gate_up = kernels.norm_linear(residual, layer.mlp_norm, eps, layer.gate_up)
+        return kernels.gated_linear(gate_up, layer.down, residual)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        x = self._kernels.rms_norm(hidden, self._norm, self._config.rms_norm_eps)
-        return self._kernels.linear(x, self._head).to(torch.float32)
+        eps = self._config.rms_norm_eps
+        return self._kernels.norm_linear(hidden, self._norm, eps, self._head).to(torch.float32)
 
     @staticmethod
     def weight_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:

@@ -178,6 +178,23 @@ def test_tiny_and_huge_rows_keep_their_scale(native: Native) -> None:
         assert (vanished.abs() <= 2.0**-110).all()
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 64])
+def test_what_is_fused_has_the_bits_of_its_parts(
+    kernels: Kernels, num_rows: int, is_last: bool
+) -> None:
+    x, gate_up = random_numbers(num_rows, 100, seed=1), random_numbers(num_rows, 200, seed=2)
+    norm, residual = random_numbers(100, seed=3), random_numbers(num_rows, 50, seed=4)
+    packed = kernels.pack_linear(random_numbers(50, 100, seed=5), is_last=is_last)
+    apart = kernels.linear(kernels.rms_norm(x, norm, 1e-5), packed)
+    assert torch.equal(kernels.norm_linear(x, norm, 1e-5, packed), apart)
+    apart = kernels.linear(kernels.silu_and_mul(gate_up), packed, residual)
+    assert torch.equal(kernels.gated_linear(gate_up, packed, residual), apart)
+    gate_up[0, 7] = torch.nan
+    broken = kernels.gated_linear(gate_up, packed, residual)
+    assert broken[0].isnan().all() and torch.equal(broken[1:], apart[1:])
+
+
 def test_no_rows_give_no_rows(kernels: Kernels) -> None:
     packed = kernels.pack_linear(random_numbers(8, 64, seed=2))
     assert kernels.linear(torch.empty(0, 64), packed).shape == (0, 8)

@@ -396,6 +396,21 @@ def test_linear_is_a_product_with_the_transposed_weight(
     assert_close(result, expected)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_linears_are_their_two_parts(
+    kernels: Kernels, num_rows: int, dtype: torch.dtype
+) -> None:
+    x, gate_up = (random_numbers(num_rows, n, seed=n).to(dtype) for n in (24, 48))
+    norm, residual = random_numbers(24, seed=3).to(dtype), random_numbers(num_rows, 40, seed=4)
+    residual = residual.to(dtype)
+    packed = kernels.pack_linear(random_numbers(40, 24, seed=5).to(dtype))
+    normed = kernels.linear(kernels.rms_norm(x, norm, 1e-5), packed)
+    assert_close(kernels.norm_linear(x, norm, 1e-5, packed), normed)
+    gated = kernels.linear(kernels.silu_and_mul(gate_up), packed, residual)
+    assert_close(kernels.gated_linear(gate_up, packed, residual), gated)
+
+
 def test_linear_takes_only_what_the_same_backend_packed(kernels: Kernels) -> None:
     with pytest.raises(TypeError, match="Projection"):
         kernels.linear(torch.zeros(1, 4), torch.zeros(3, 4))
