@@ -45,12 +45,13 @@ _HEADS = (_POINTER, _INT, _POINTER, _POINTER, _INT)  # query, its stride, keys, 
 _SIGNATURES = MappingProxyType(
     {
         "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
-        "int8_num_bytes": (_INT, _INT),
-        "int8_pack": (_POINTER, _INT, _INT, _POINTER),
-        "int8_unpack": (_POINTER, _INT, _INT, _POINTER),
+        "int8_num_bits": (_POINTER, _INT, _INT),
+        "int8_num_bytes": (_INT, _INT, _INT),
+        "int8_pack": (_POINTER, _INT, _INT, _INT, _POINTER),
+        "int8_unpack": (_POINTER, _INT, _INT, _INT, _POINTER),
         "int8_linear": (
             *(_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT),
-            *(_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
+            *(_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER),
         ),
         "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
@@ -61,7 +62,7 @@ _SIGNATURES = MappingProxyType(
         "has_bf16": (),
     }
 )
-_WITH_RESULT = frozenset({"int8_num_bytes", "int8_linear", "has_bf16"})
+_WITH_RESULT = frozenset({"int8_num_bits", "int8_num_bytes", "int8_linear", "has_bf16"})
 
 
 class Native:
@@ -79,6 +80,7 @@ class Native:
             functions.append(function)
         (
             self._rms_norm,
+            self._int8_num_bits,
             self._int8_num_bytes,
             self._int8_pack,
             self._int8_unpack,
@@ -100,15 +102,20 @@ class Native:
         self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
         return out
 
-    def int8_pack(self, weight: Tensor) -> Tensor:
+    def int8_num_bits(self, weight: Tensor) -> int:
+        """4 where weight [out, in] loses nothing by it, else 8."""
+        num_bits: int = self._int8_num_bits(weight.data_ptr(), *weight.shape)
+        return num_bits
+
+    def int8_pack(self, weight: Tensor, num_bits: int) -> Tensor:
         """weight [out, in] rounded, uint8 in the layout of int8.c."""
-        packed = torch.empty(self._int8_num_bytes(*weight.shape), dtype=torch.uint8)
-        self._int8_pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        packed = torch.empty(self._int8_num_bytes(*weight.shape, num_bits), dtype=torch.uint8)
+        self._int8_pack(weight.data_ptr(), *weight.shape, num_bits, packed.data_ptr())
         return packed
 
-    def int8_unpack(self, packed: Tensor, weight: Tensor) -> None:
+    def int8_unpack(self, packed: Tensor, num_bits: int, weight: Tensor) -> None:
         """Fill weight [out, in] with what was packed."""
-        self._int8_unpack(packed.data_ptr(), *weight.shape, weight.data_ptr())
+        self._int8_unpack(packed.data_ptr(), *weight.shape, num_bits, weight.data_ptr())
 
     def int8_linear(
         self,
@@ -117,6 +124,7 @@ class Native:
         is_gated: bool,
         num_inputs: int,
         packed: Tensor,
+        num_bits: int,
         num_planes: int,
         bias: Tensor | None,
         residual: Tensor | None,
@@ -131,6 +139,7 @@ class Native:
             len(x),
             num_inputs,
             packed.data_ptr(),
+            num_bits,
             out.shape[1],
             num_planes,
             None if bias is None else bias.data_ptr(),

@@ -1,9 +1,10 @@
 /* Projections in int8, products added in int32 and scaled in float32 for every GROUP inputs.
  *
- * A weight is unit * (scale * value + offset) with value in 0 ... 255: the 256 steps span a group's
- * weights from the least to the greatest, so that what lies on a coarser grid of 15, 17, 51 or 85
- * steps (checkpoints of 4 bits do) comes out as it was but for the rounding of scale and offset to
- * float16. `unit` is the largest weight of an output. An input is scale * value with value in
+ * A weight is unit * (scale * value + offset) with value in 0 ... 255: the steps span a group's
+ * weights from the least to the greatest, so that what lies on a grid of 15 steps (checkpoints of 4
+ * bits do) comes out as it was but for the rounding of scale and offset to float16. Where all groups
+ * do, values are 0 ... 15 and kept in 4 bits, half of what a step of few rows waits for. `unit` is
+ * the largest weight of an output. An input is scale * value with value in
  * -127 ... 127. With sums over the inputs of one group,
  *
  *     out = unit * sum over groups of  x_scale * (scale * sum(value * x) + offset * sum(x))
@@ -12,8 +13,9 @@
  * rounded once more, in 254 times finer steps, and multiplied as a second row. A row's result
  * depends on that row and on nothing else of the batch.
  *
- * Packed weights: blocks of LANES outputs, in each all groups in order, in each GROUP / 4 times
- * LANES times 4 values, then LANES scales and LANES offsets; behind all blocks the units. */
+ * Packed weights: blocks of LANES outputs, in each all groups in order, in each GROUP / 4 steps of
+ * LANES times 4 values, then LANES scales and LANES offsets; behind all blocks the units. In 4 bits
+ * a byte's upper half belongs to the step that is GROUP / 8 later. */
 
 #include <float.h>
 #include <omp.h>
@@ -36,7 +38,9 @@ enum { LANES = 8 };
 typedef float floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 
-enum { GROUP_BYTES = LANES * (GROUP + 4) }; /* of a block: values, scales and offsets */
+/* Bytes of a group of a block: values, scales and offsets. */
+#define VALUE_BYTES(BITS) (LANES * GROUP * (BITS) / 8)
+#define GROUP_BYTES(BITS) (VALUE_BYTES(BITS) + LANES * 4)
 
 /* sum + the products of each lane's four unsigned bytes with the four signed ones of x. */
 INLINE ints add_products(ints sum, ints values, int32_t x) {
@@ -75,61 +79,104 @@ static int64_t num_blocks(int64_t outputs) { /* whole tiles */
     return (outputs + VECTORS * LANES - 1) / (VECTORS * LANES) * VECTORS;
 }
 
-int64_t sapwood_int8_num_bytes(int64_t outputs, int64_t n) {
-    return num_blocks(outputs) * (num_groups(n) * GROUP_BYTES + LANES * (int64_t)sizeof(float));
+int64_t sapwood_int8_num_bytes(int64_t outputs, int64_t n, int64_t bits) {
+    int64_t unit_bytes = LANES * (int64_t)sizeof(float);
+    return num_blocks(outputs) * (num_groups(n) * GROUP_BYTES(bits) + unit_bytes);
 }
 
-static float *units_of(uint8_t *packed, int64_t outputs, int64_t groups) {
-    return (float *)(packed + num_blocks(outputs) * groups * GROUP_BYTES);
+static float *units_of(uint8_t *packed, int64_t outputs, int64_t groups, int64_t bits) {
+    return (float *)(packed + num_blocks(outputs) * groups * GROUP_BYTES(bits));
 }
 
-/* weight [outputs, n] into packed, of sapwood_int8_num_bytes(outputs, n). Outputs and inputs beyond
- * the weight's are zero. */
-void sapwood_int8_pack(const float *weight, int64_t outputs, int64_t n, uint8_t *packed) {
-    int64_t groups = num_groups(n), num_lanes = num_blocks(outputs) * LANES;
-    float *units = units_of(packed, outputs, groups);
-#pragma omp parallel for schedule(static)
-    for (int64_t output = 0; output < num_lanes; output++) {
+/* Where value j of a group is, and by how many bits it is shifted there. */
+struct place {
+    int64_t byte;
+    int shift;
+};
+
+static struct place place_of(int64_t j, int64_t lane, int64_t bits) {
+    int64_t step = j / 4, steps = bits == 4 ? STEPS / 2 : STEPS;
+    return (struct place){(step % steps * LANES + lane) * 4 + j % 4, step < steps ? 0 : 4};
+}
+
+/* The least and the greatest of one group of an output's row [n]. */
+static void range_of(const float *row, int64_t n, int64_t group, float *least, float *most) {
+    const float *from = row + group * GROUP;
+    int64_t size = n - group * GROUP < GROUP ? n - group * GROUP : GROUP;
+    *least = *most = from[0];
+    for (int64_t j = 1; j < size; j++) {
+        *least = from[j] < *least ? from[j] : *least;
+        *most = from[j] > *most ? from[j] : *most;
+    }
+}
+
+/* The bits that values of weight [outputs, n] take: 4 where those are no less exact than 8, of which
+ * half a step is 1 / 34 of a step of 4, else 8. */
+int64_t sapwood_int8_num_bits(const float *weight, int64_t outputs, int64_t n) {
+    int64_t num_off = 0;
+#pragma omp parallel for schedule(static) reduction(+ : num_off)
+    for (int64_t output = 0; output < outputs; output++) {
         const float *row = weight + output * n;
-        int64_t length = output < outputs ? n : 0, lane = output % LANES;
+        for (int64_t g = 0; g < num_groups(n) && num_off == 0; g++) {
+            float least, most;
+            range_of(row, n, g, &least, &most);
+            float steps = most > least ? 15.0f / (most - least) : 0.0f;
+            for (int64_t j = g * GROUP; j < n && j < (g + 1) * GROUP; j++) {
+                float value = (row[j] - least) * steps;
+                num_off += !(fabsf(value - rintf(value)) <= 1.0f / 34);
+            }
+        }
+    }
+    return num_off ? 8 : 4;
+}
+
+/* weight [outputs, n] into packed, of sapwood_int8_num_bytes(outputs, n, bits). Outputs and inputs
+ * beyond the weight's are zero. */
+void sapwood_int8_pack(const float *weight, int64_t outputs, int64_t n, int64_t bits,
+                       uint8_t *packed) {
+    const int64_t groups = num_groups(n);
+    const float levels = bits == 4 ? 15.0f : 255.0f;
+    float *units = units_of(packed, outputs, groups, bits);
+    memset(packed, 0, (size_t)sapwood_int8_num_bytes(outputs, n, bits));
+#pragma omp parallel for schedule(static)
+    for (int64_t output = 0; output < outputs; output++) {
+        const float *row = weight + output * n;
+        int64_t lane = output % LANES;
         float unit = 0.0f;
-        for (int64_t j = 0; j < length; j++) unit = fabsf(row[j]) > unit ? fabsf(row[j]) : unit;
+        for (int64_t j = 0; j < n; j++) unit = fabsf(row[j]) > unit ? fabsf(row[j]) : unit;
         float shrink = unit >= FLT_MIN ? 1.0f / unit : 0.0f;
         units[output] = unit;
         for (int64_t g = 0; g < groups; g++) {
-            uint8_t *to = packed + (output / LANES * groups + g) * GROUP_BYTES;
-            _Float16 *scales = (_Float16 *)(to + GROUP * LANES), *offsets = scales + LANES;
-            float from[GROUP] = {0}, least = INFINITY, most = -INFINITY;
-            for (int64_t j = g * GROUP; j < length && j < (g + 1) * GROUP; j++) {
-                float value = row[j] * shrink;
-                from[j % GROUP] = value;
-                least = value < least ? value : least;
-                most = value > most ? value : most;
-            }
-            if (least > most) least = most = 0.0f;
-            scales[lane] = (_Float16)((most - least) / 255.0f);
-            offsets[lane] = (_Float16)least;
+            uint8_t *to = packed + (output / LANES * groups + g) * GROUP_BYTES(bits);
+            _Float16 *scales = (_Float16 *)(to + VALUE_BYTES(bits)), *offsets = scales + LANES;
+            float least, most;
+            range_of(row, n, g, &least, &most);
+            scales[lane] = (_Float16)((most - least) * shrink / levels);
+            offsets[lane] = (_Float16)(least * shrink);
             float scale = (float)scales[lane], offset = (float)offsets[lane];
             float steps = scale > 0.0f ? 1.0f / scale : 0.0f;
-            for (int64_t j = 0; j < GROUP; j++) {
-                float value = rintf((from[j] - offset) * steps);
-                value = value < 0.0f ? 0.0f : value > 255.0f ? 255.0f : value;
-                to[(j / 4 * LANES + lane) * 4 + j % 4] = (uint8_t)value;
+            for (int64_t j = g * GROUP; j < n && j < (g + 1) * GROUP; j++) {
+                float value = rintf((row[j] * shrink - offset) * steps);
+                value = value < 0.0f ? 0.0f : value > levels ? levels : value;
+                struct place at = place_of(j % GROUP, lane, bits);
+                to[at.byte] |= (uint8_t)((uint8_t)value << at.shift);
             }
         }
     }
 }
 
 /* What was packed, weight [outputs, n]. */
-void sapwood_int8_unpack(uint8_t *packed, int64_t outputs, int64_t n, float *weight) {
-    int64_t groups = num_groups(n);
-    const float *units = units_of(packed, outputs, groups);
+void sapwood_int8_unpack(uint8_t *packed, int64_t outputs, int64_t n, int64_t bits,
+                         float *weight) {
+    const int64_t groups = num_groups(n);
+    const float *units = units_of(packed, outputs, groups, bits);
     for (int64_t output = 0; output < outputs; output++)
         for (int64_t j = 0; j < n; j++) {
-            int64_t lane = output % LANES, at = j % GROUP;
-            const uint8_t *from = packed + (output / LANES * groups + j / GROUP) * GROUP_BYTES;
-            const _Float16 *scales = (const _Float16 *)(from + GROUP * LANES);
-            float value = from[(at / 4 * LANES + lane) * 4 + at % 4];
+            int64_t lane = output % LANES, block = output / LANES;
+            const uint8_t *from = packed + (block * groups + j / GROUP) * GROUP_BYTES(bits);
+            const _Float16 *scales = (const _Float16 *)(from + VALUE_BYTES(bits));
+            struct place at = place_of(j % GROUP, lane, bits);
+            float value = (float)(from[at.byte] >> at.shift & ((1 << bits) - 1));
             value = (float)scales[lane] * value + (float)scales[LANES + lane];
             weight[output * n + j] = units[output] * value;
         }
@@ -204,41 +251,60 @@ static void finish_row(const float *total, const float *units, const float *bias
         for (int64_t j = 0; j < n; j++) out[j] += residual[j];
 }
 
+/* sums += values times four inputs of each row, which lie `length` apart. */
+INLINE void add_step(ints (*sums)[VECTORS], const ints *values, const int8_t *inputs,
+                     int64_t length, const int rows) {
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) {
+        int32_t four;
+        memcpy(&four, inputs + r * length, sizeof four);
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = add_products(sums[r][v], values[v], four);
+    }
+}
+
 /* `rows` rows over one tile of outputs, `valid` of which exist. out and residual [rows, outputs]
  * begin at the tile; bias and residual may be NULL. */
 INLINE void multiply_tile(struct rounded x, const uint8_t *packed, int64_t groups, const int rows,
-                          const int planes, const float *units, const float *bias,
-                          const float *residual, int64_t outputs, int64_t valid, float *out) {
-    const int64_t length = groups * GROUP, block_bytes = groups * GROUP_BYTES;
+                          const int planes, const int bits, const float *units,
+                          const float *bias, const float *residual, int64_t outputs,
+                          int64_t valid, float *out) {
+    const int64_t length = groups * GROUP, block_bytes = groups * GROUP_BYTES(bits);
     floats total[ROWS][VECTORS];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) total[r][v] = (floats){0};
     for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *weights = packed + g * GROUP_BYTES;
+        const uint8_t *weights = packed + g * GROUP_BYTES(bits);
         ints sum[ROWS][VECTORS];
 #pragma GCC unroll 4
         for (int r = 0; r < rows * planes; r++)
 #pragma GCC unroll 3
             for (int v = 0; v < VECTORS; v++) sum[r][v] = (ints){0};
 #pragma GCC unroll 1
-        for (int k = 0; k < STEPS; k++) {
+        for (int k = 0; k < STEPS * bits / 8; k++) {
             ints values[VECTORS];
 #pragma GCC unroll 3
             for (int v = 0; v < VECTORS; v++)
                 memcpy(&values[v], weights + v * block_bytes + k * LANES * 4, sizeof *values);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows * planes; r++) {
-                int32_t four;
-                memcpy(&four, x.values + r * length + g * GROUP + k * 4, sizeof four);
-#pragma GCC unroll 3
-                for (int v = 0; v < VECTORS; v++) sum[r][v] = add_products(sum[r][v], values[v], four);
+            const int8_t *inputs = x.values + g * GROUP + k * 4;
+            if (bits == 8) {
+                add_step(sum, values, inputs, length, rows * planes);
+                continue;
             }
+            ints low[VECTORS], high[VECTORS];
+#pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; v++) {
+                low[v] = values[v] & 0x0f0f0f0f;
+                high[v] = values[v] >> 4 & 0x0f0f0f0f;
+            }
+            add_step(sum, low, inputs, length, rows * planes);
+            add_step(sum, high, inputs + GROUP / 2, length, rows * planes);
         }
 #pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) {
-            const uint8_t *at = weights + v * block_bytes + GROUP * LANES;
+            const uint8_t *at = weights + v * block_bytes + VALUE_BYTES(bits);
             floats scale = load_halves((const _Float16 *)at);
             floats offset = load_halves((const _Float16 *)at + LANES);
 #pragma GCC unroll 4
@@ -266,8 +332,8 @@ INLINE void multiply_tile(struct rounded x, const uint8_t *packed, int64_t group
  * x / rms(x) * norm_weight; if `is_gated` silu(gate) * up for x of gate and up, [rows, 2 n]. They
  * never go through memory as a whole. Returns -1 without memory for the rounded rows, else 0. */
 int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps, int64_t is_gated,
-                            int64_t rows, int64_t n, const uint8_t *packed, int64_t outputs,
-                            int64_t planes, const float *bias, const float *residual,
+                            int64_t rows, int64_t n, const uint8_t *packed, int64_t bits,
+                            int64_t outputs, int64_t planes, const float *bias, const float *residual,
                             float *out) {
     const int64_t groups = num_groups(n), tiles = num_blocks(outputs) / VECTORS;
     const int64_t row_bytes = planes * groups * GROUP, scale_bytes = groups * (int64_t)sizeof(float);
@@ -276,7 +342,7 @@ int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps,
     if (values == NULL) return -1;
     float *scales = (float *)(values + rows * row_bytes), *sums = scales + rows * groups;
     float *own_rows = sums + rows * groups; /* each thread's */
-    const float *units = units_of((uint8_t *)packed, outputs, groups);
+    const float *units = units_of((uint8_t *)packed, outputs, groups, bits);
     const int tile_rows = planes == 2 ? ROWS / 2 : ROWS;
 #pragma omp parallel if (rows * n * outputs > GRAIN)
     {
@@ -293,7 +359,7 @@ int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps,
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t first = t * VECTORS * LANES;
-            const uint8_t *weights = packed + t * VECTORS * groups * GROUP_BYTES;
+            const uint8_t *weights = packed + t * VECTORS * groups * GROUP_BYTES(bits);
             for (int64_t i = 0, step; i < rows; i += step) {
                 int64_t left = rows - i;
                 step = left >= tile_rows ? tile_rows : left >= 2 ? 2 : 1;
@@ -301,11 +367,12 @@ int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps,
                 const float *before = residual ? residual + i * outputs + first : NULL;
                 const float *more = bias ? bias + first : NULL;
                 float *to = out + i * outputs + first;
-#define TILE(R, P)                                                                             \
-    if (step == R && planes == P)                                                              \
-        multiply_tile(row, weights, groups, R, P, units + first, more, before, outputs,        \
+#define TILE(R, P, B)                                                                          \
+    if (step == R && planes == P && bits == B)                                                 \
+        multiply_tile(row, weights, groups, R, P, B, units + first, more, before, outputs,     \
                       outputs - first, to);
-                TILE(4, 1) TILE(2, 1) TILE(1, 1) TILE(2, 2) TILE(1, 2)
+                TILE(4, 1, 8) TILE(2, 1, 8) TILE(1, 1, 8) TILE(2, 2, 8) TILE(1, 2, 8)
+                TILE(4, 1, 4) TILE(2, 1, 4) TILE(1, 1, 4) TILE(2, 2, 4) TILE(1, 2, 4)
 #undef TILE
             }
         }

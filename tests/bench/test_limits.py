@@ -67,6 +67,7 @@ def _packed(linear: Linear) -> Int8Projection:
     """A layer of which only the sizes matter."""
     return Int8Projection(
         packed=torch.empty(linear.num_weights + 7, dtype=torch.uint8),
+        num_bits=8,
         num_outputs=linear.num_outputs,
         num_inputs=linear.num_inputs,
         bias=None,
