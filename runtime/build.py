@@ -184,6 +184,11 @@ def _num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) ->
 
 
 def _make_kv_cache(kernels: Kernels, spec: KVCacheSpec) -> KVCache:
+    if spec.device.type == "cpu" and spec.num_bytes > (available := available_bytes()):
+        raise ConfigError(
+            f"the KV cache of {spec.num_blocks} blocks takes {spec.num_bytes} bytes, {available} "
+            "are free; lower num_kv_blocks or kv_cache_memory"
+        )
     try:
         return kernels.make_kv_cache(spec)
     except (RuntimeError, MemoryError) as error:  # torch raises the first where memory lacks

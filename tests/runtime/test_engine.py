@@ -446,7 +446,7 @@ def test_an_error_in_an_abort_or_a_flush_does_not_end_the_engine(
 
 
 def test_a_pool_that_cannot_be_had_is_told(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be had"):
+    with pytest.raises(ConfigError, match="are free"):
         tiny_engine(tiny_model, num_kv_blocks=10**12)
 
 
