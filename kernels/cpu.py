@@ -316,13 +316,13 @@ class CpuKernels:
         return out if residual is None else out.add_(residual)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, packed: object) -> Tensor:
-        if isinstance(packed, int8.Int8Projection) and x.dtype == torch.float32:
+        if isinstance(packed, int8.Int8Projection):
             assert self._native is not None, "packed by other kernels"
             return int8.linear(self._native, x, packed, None, norm=(weight, eps))
         return self.linear(self.rms_norm(x, weight, eps), packed)
 
     def gated_linear(self, gate_up: Tensor, packed: object, residual: Tensor) -> Tensor:
-        if isinstance(packed, int8.Int8Projection) and gate_up.dtype == torch.float32:
+        if isinstance(packed, int8.Int8Projection):
             assert self._native is not None, "packed by other kernels"
             return int8.linear(self._native, gate_up, packed, residual, is_gated=True)
         return self.linear(self.silu_and_mul(gate_up), packed, residual)

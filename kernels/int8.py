@@ -44,6 +44,8 @@ def pack(
 
     Cost: two passes over the weights.
     """
+    if weight.dtype != torch.float32 or (bias is not None and bias.dtype != torch.float32):
+        raise TypeError(f"int8 projections are made of float32 weights, this one is {weight.dtype}")
     weight = weight.contiguous()
     num_bits = native.int8_num_bits(weight)
     return Int8Projection(
@@ -78,11 +80,18 @@ def linear(
     `is_gated` those of x [rows, 2 in], gate and up side by side.
     """
     packed, num_bits, num_outputs, num_inputs, bias, num_planes = projection
+    if x.dtype != torch.float32:
+        raise TypeError(f"int8 projections take float32 rows, these are {x.dtype}")
     num_given = x.shape[1] // 2 if is_gated else x.shape[1]
     if num_given != num_inputs:
         raise ValueError(f"the rows have {num_given} inputs, the projection {num_inputs}")
     out = x.new_empty(len(x), num_outputs)
     if residual is not None:
+        if residual.shape != out.shape or residual.dtype != torch.float32:
+            raise ValueError(
+                f"the residual is {residual.dtype} {list(residual.shape)}, it must be "
+                f"float32 {list(out.shape)}"
+            )
         residual = residual.contiguous()
     x = x.contiguous()
     native.int8_linear(

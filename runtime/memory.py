@@ -5,6 +5,10 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # cgroups of version 1
+)
 
 
 def available_bytes() -> int:
@@ -13,10 +17,11 @@ def available_bytes() -> int:
     Where the system does not tell what is available (it is not Linux), half of all there is.
     """
     system = _available_in_system()
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    if limit is None or used is None:
-        return system
-    return min(system, max(0, limit - used))
+    for limit_name, used_name in _LIMITS:
+        limit, used = _number(_CGROUP / limit_name), _number(_CGROUP / used_name)
+        if limit is not None and used is not None:
+            return min(system, max(0, limit - used))
+    return system
 
 
 def _available_in_system() -> int:

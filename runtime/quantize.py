@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
@@ -59,13 +60,18 @@ def int8_divergence(
     """Mean KL(float32 || int8) of the next token over the sample text, in nats a token.
 
     `weights` are those of the checkpoint in `folder`, float32; `quantized` are the int8 kernels.
-    The first call for a checkpoint costs two passes over 256 tokens and, one after the other,
-    the memory of both models.
+    NaN where it could not be measured or kept. The first call for a checkpoint costs two passes
+    over 256 tokens and, one after the other, the memory of both models.
     """
     measure = partial(_measure, model_class, config, weights, kernels, quantized, folder)
-    stored = build_folder(cache_folder() / "int8" / _key(folder), measure)
-    divergence = json.loads((stored / "divergence.json").read_text(encoding="utf-8"))
-    return float(divergence)
+    try:
+        stored = build_folder(cache_folder() / "int8" / _key(folder), measure)
+        text = (stored / "divergence.json").read_text(encoding="utf-8")
+        divergence = float(json.loads(text))
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s was not tried in int8: %s", folder.name, error)
+        return math.nan
+    return divergence if divergence >= 0.0 else math.nan
 
 
 def _measure(

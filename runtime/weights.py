@@ -143,7 +143,7 @@ def _build(
     if quantize is Quantize.AUTO and quantized is not None and path is not None:
         divergence = int8_divergence(model_class, config, weights, kernels, quantized, path)
         logger.info("int8 moves its predictions by %.4f nats a token", divergence)
-        if divergence > MAX_DIVERGENCE:
+        if not divergence <= MAX_DIVERGENCE:  # NaN is none
             logger.warning(
                 "int8 would move the predictions of %s by more than %.2f nats a token, so it runs "
                 "in float32; quantize=int8 insists",

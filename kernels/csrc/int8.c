@@ -61,14 +61,34 @@ INLINE ints add_products(ints sum, ints values, int32_t x) {
 #endif
 }
 
-INLINE floats load_halves(const _Float16 *from) {
+/* float16 by hand, for compilers that have no such type. Of magnitudes below 65520; NaN stays one. */
+static float float_of_half(uint16_t half) {
+    int32_t exponent = half >> 10 & 31;
+    float fraction = (float)(half & 1023) / 1024.0f;
+    float value = exponent ? ldexpf(1.0f + fraction, exponent - 15) : ldexpf(fraction, -14);
+    if (exponent == 31) value = NAN;
+    return half >> 15 ? -value : value;
+}
+
+/* Rounded to the nearest, ties to even. */
+static uint16_t half_of_float(float value) {
+    if (!(fabsf(value) < 65520.0f)) return 0x7e00;
+    int exponent;
+    frexpf(value, &exponent); /* in 0.5 ... 1 times 2^exponent */
+    exponent = exponent < -13 ? -13 : exponent;
+    int32_t steps = (int32_t)rintf(ldexpf(fabsf(value), 11 - exponent)); /* 2048: the next exponent */
+    int32_t bits = steps < 1024 ? steps : ((exponent + 14) << 10) + steps - 1024;
+    return (uint16_t)(bits | (value < 0.0f ? 0x8000 : 0));
+}
+
+INLINE floats load_halves(const uint16_t *from) {
 #if defined(__AVX512VNNI__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 #else
     floats value;
-    for (int lane = 0; lane < LANES; lane++) value[lane] = (float)from[lane];
+    for (int lane = 0; lane < LANES; lane++) value[lane] = float_of_half(from[lane]);
     return value;
 #endif
 }
@@ -97,6 +117,13 @@ struct place {
 static struct place place_of(int64_t j, int64_t lane, int64_t bits) {
     int64_t step = j / 4, steps = bits == 4 ? STEPS / 2 : STEPS;
     return (struct place){(step % steps * LANES + lane) * 4 + j % 4, step < steps ? 0 : 4};
+}
+
+/* Whether x is NaN or an infinity. */
+INLINE int has_no_value(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & 0x7f800000) == 0x7f800000;
 }
 
 /* The least and the greatest of one group of an output's row [n]. */
@@ -143,17 +170,25 @@ void sapwood_int8_pack(const float *weight, int64_t outputs, int64_t n, int64_t 
         const float *row = weight + output * n;
         int64_t lane = output % LANES;
         float unit = 0.0f;
-        for (int64_t j = 0; j < n; j++) unit = fabsf(row[j]) > unit ? fabsf(row[j]) : unit;
+        int is_broken = 0;
+        for (int64_t j = 0; j < n; j++) {
+            unit = fabsf(row[j]) > unit ? fabsf(row[j]) : unit;
+            is_broken |= has_no_value(row[j]);
+        }
+        if (is_broken) { /* what is computed of it is NaN, as with the weight itself */
+            units[output] = NAN;
+            continue;
+        }
         float shrink = unit >= FLT_MIN ? 1.0f / unit : 0.0f;
         units[output] = unit;
         for (int64_t g = 0; g < groups; g++) {
             uint8_t *to = packed + (output / LANES * groups + g) * GROUP_BYTES(bits);
-            _Float16 *scales = (_Float16 *)(to + VALUE_BYTES(bits)), *offsets = scales + LANES;
+            uint16_t *scales = (uint16_t *)(to + VALUE_BYTES(bits)), *offsets = scales + LANES;
             float least, most;
             range_of(row, n, g, &least, &most);
-            scales[lane] = (_Float16)((most - least) * shrink / levels);
-            offsets[lane] = (_Float16)(least * shrink);
-            float scale = (float)scales[lane], offset = (float)offsets[lane];
+            scales[lane] = half_of_float((most - least) * shrink / levels);
+            offsets[lane] = half_of_float(least * shrink);
+            float scale = float_of_half(scales[lane]), offset = float_of_half(offsets[lane]);
             float steps = scale > 0.0f ? 1.0f / scale : 0.0f;
             for (int64_t j = g * GROUP; j < n && j < (g + 1) * GROUP; j++) {
                 float value = rintf((row[j] * shrink - offset) * steps);
@@ -174,10 +209,10 @@ void sapwood_int8_unpack(uint8_t *packed, int64_t outputs, int64_t n, int64_t bi
         for (int64_t j = 0; j < n; j++) {
             int64_t lane = output % LANES, block = output / LANES;
             const uint8_t *from = packed + (block * groups + j / GROUP) * GROUP_BYTES(bits);
-            const _Float16 *scales = (const _Float16 *)(from + VALUE_BYTES(bits));
+            const uint16_t *scales = (const uint16_t *)(from + VALUE_BYTES(bits));
             struct place at = place_of(j % GROUP, lane, bits);
             float value = (float)(from[at.byte] >> at.shift & ((1 << bits) - 1));
-            value = (float)scales[lane] * value + (float)scales[LANES + lane];
+            value = float_of_half(scales[lane]) * value + float_of_half(scales[LANES + lane]);
             weight[output * n + j] = units[output] * value;
         }
 }
@@ -305,8 +340,8 @@ INLINE void multiply_tile(struct rounded x, const uint8_t *packed, int64_t group
 #pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) {
             const uint8_t *at = weights + v * block_bytes + VALUE_BYTES(bits);
-            floats scale = load_halves((const _Float16 *)at);
-            floats offset = load_halves((const _Float16 *)at + LANES);
+            floats scale = load_halves((const uint16_t *)at);
+            floats offset = load_halves((const uint16_t *)at + LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
                 floats product = __builtin_convertvector(sum[r * planes][v], floats);

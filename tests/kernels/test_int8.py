@@ -190,6 +190,30 @@ def test_rows_of_zeros_and_broken_rows_harm_nobody(native: Native) -> None:
         assert torch.equal(result[[0, 3, 6]], expected[[0, 3, 6]])
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_weight_breaks_its_output_and_no_other(native: Native, broken: float) -> None:
+    x, weight = random_numbers(5, 64, seed=1), random_numbers(8, 64, seed=2)
+    expected = int8.linear(native, x, int8.pack(native, weight, None), None)
+    weight[3, 40] = broken
+    result = int8.linear(native, x, int8.pack(native, weight, None), None)
+    assert result[:, 3].isnan().all()
+    others = [0, 1, 2, 4, 5, 6, 7]
+    assert torch.equal(result[:, others], expected[:, others])
+
+
+def test_other_dtypes_and_shapes_are_refused(kernels: Kernels) -> None:
+    packed = kernels.pack_linear(random_numbers(8, 64, seed=2))
+    with pytest.raises(TypeError, match="float32 weights"):
+        kernels.pack_linear(torch.zeros(8, 64, dtype=torch.bfloat16))
+    rows = torch.zeros(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="float32 rows"):
+        kernels.linear(rows, packed)
+    with pytest.raises(TypeError, match="float32 rows"):
+        kernels.norm_linear(rows, torch.ones(64), 1e-5, packed)
+    with pytest.raises(ValueError, match="the residual"):
+        kernels.linear(torch.zeros(2, 64), packed, torch.zeros(2, 7))
+
+
 def test_tiny_and_huge_rows_keep_their_scale(native: Native) -> None:
     x, weight = random_numbers(2, 64, seed=1), random_numbers(8, 64, seed=2)
     packed = int8.pack(native, weight, None)

@@ -119,6 +119,24 @@ def test_int8_that_cannot_be_had_is_refused_and_auto_does_without(tiny_model: Pa
         load(tiny_model, quantize="int4")
 
 
+@pytest.mark.parametrize("stored", ["", "NaN", "-1", "null", "[1]", '"abc"'])
+def test_what_was_not_measured_well_is_no_reason_for_int8(
+    tiny_model: Path, own_cache: Path, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sapwood.runtime.weights.MAX_DIVERGENCE", 1e9)
+    assert load(tiny_model, quantize="auto").quantize is Quantize.INT8
+    (path,) = (own_cache / "int8").glob("*/divergence.json")
+    path.write_text(stored)
+    assert load(tiny_model, quantize="auto").quantize is Quantize.NONE
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
+    tiny_model: Path, own_cache: Path
+) -> None:
+    (own_cache / "int8").write_text("a file, not a folder")
+    assert load(tiny_model, quantize="auto").quantize is Quantize.NONE
+
+
 @pytest.mark.parametrize("mode", ["int8", "auto"])
 def test_dummy_weights_are_not_tried(tiny_model: Path, own_cache: Path, mode: str) -> None:
     loaded = load(tiny_model, quantize=mode, load_format="dummy")
