@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -217,25 +217,8 @@ class Native:
         query [T, Hq, D], its rows any stride apart; keys and values [num_slots, Hkv, D], float32 or
         bfloat16. All others are float32.
         """
-        num_kv_heads, dim = keys.shape[1:]
-        self._attend(
-            query.data_ptr(),
-            query.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            keys.dtype == torch.bfloat16,
-            rows.data_ptr(),
-            starts.data_ptr(),
-            counts.data_ptr(),
-            slots.data_ptr(),
-            len(rows),
-            num_kv_heads,
-            query.shape[1] // num_kv_heads,
-            dim,
-            scale,
-            out.data_ptr(),
-            lse.data_ptr(),
-        )
+        indices = (rows, starts, counts, slots)
+        self._over_tokens(self._attend, query, keys, values, indices, scale, out, lse)
 
     def attend_rows(
         self,
@@ -250,17 +233,30 @@ class Native:
         lse: Tensor,
     ) -> None:
         """Fill out [num_rows, Hq, D] and lse [num_rows, Hq] of many rows over the same slots."""
+        indices = (rows, seen, slots)
+        self._over_tokens(self._attend_rows, query, keys, values, indices, scale, out, lse)
+
+    @staticmethod
+    def _over_tokens(
+        function: Callable[..., None],
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        indices: Sequence[Tensor],
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """What `attend` and `attend_rows` pass alike; the first of `indices` has one for a part."""
         num_kv_heads, dim = keys.shape[1:]
-        self._attend_rows(
+        function(
             query.data_ptr(),
             query.stride(0),
             keys.data_ptr(),
             values.data_ptr(),
             keys.dtype == torch.bfloat16,
-            rows.data_ptr(),
-            seen.data_ptr(),
-            slots.data_ptr(),
-            len(rows),
+            *(index.data_ptr() for index in indices),
+            len(indices[0]),
             num_kv_heads,
             query.shape[1] // num_kv_heads,
             dim,
