@@ -214,10 +214,6 @@ class SteppedEngine:
         self._recorder = _Recorder(self.core._executor)
         self.core._executor = self._recorder
 
-    def encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).tolist()
-        return token_ids
-
     def submit(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         """Queue a request that generates `max_tokens`, greedily and past any end token."""
         from sapwood import SamplingParams
