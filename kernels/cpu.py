@@ -1,10 +1,14 @@
 """The kernels for CPUs: torch's matrix products, and the rest in C where there is a compiler.
 
-With native code (csrc/) attention is two calls a step and layer at most for every segment:
+With native code (csrc/) attention is few calls a step and layer, each of which goes on where the
+ones before left a row, from the root of the tree to the row's own tokens:
 
-    rows       a segment's rows over its tokens, wherever they lie, in tiles of rows and tokens.
-               A shared segment's keys and values are read once for all its rows.
-    tails      the private tokens of all sequences with a single row, all in one call.
+    rows       all shared segments of one depth, and at the end all private ones of several rows,
+               over tokens wherever they lie, in tiles of rows and tokens. A segment's keys and
+               values are read once for all its rows.
+    tails      the private tokens of all sequences with a single row.
+
+A row's bits depend on the tokens that it sees alone, not on how they are cut (csrc/attention.c).
 
 With torch alone it is cut into pieces, one call of flash attention each:
 
@@ -16,7 +20,7 @@ With torch alone it is cut into pieces, one call of flash attention each:
     causal     one sequence whose private tokens are just its rows: the upper triangle is skipped.
     masked     one sequence's rows behind private tokens that were computed before.
 
-Every part returns its log-sum-exp, by which a row's partial results are weighted (reference.py
+Every piece returns its log-sum-exp, by which a row's partial results are weighted (reference.py
 has the formula). Which rows and slots it reads, its mask and the merge's indices depend on the
 step alone, so that they are prepared once and all layers use them.
 
@@ -31,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +47,14 @@ from torch.nn import functional
 
 from sapwood.kernels import int8
 from sapwood.kernels.interface import KVCache, KVCacheSpec
-from sapwood.kernels.native import Native, load
+from sapwood.kernels.native import (
+    TOKENS_PER_BLOCK,
+    AttentionState,
+    Native,
+    RowSegments,
+    Tails,
+    load,
+)
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
 
 # Measured on two Zen 4 cores with 3 KV heads of 64: a call costs as much as 200 padded tokens;
@@ -51,8 +62,6 @@ from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegmen
 _MAX_PADDED_TOKENS = 256
 _MAX_RAGGED_LENGTH = 512
 _MAX_RAGGED_ROWS = 8
-# A row's private tokens are cut into parts of that many at most, so that all threads have work.
-_MAX_PART_TOKENS = 512
 # oneDNN reads packed weights at 22 GB/s for 1 to 3 rows and at 26 for 4 (float32, 2 threads).
 _MIN_PACKED_ROWS = 4
 # A shorter run is cheaper to gather with its neighbours than to attend to on its own.
@@ -119,50 +128,12 @@ class TorchAttention:
     num_kv_tokens_read: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Query rows over the first `seen` of their segment's `slots`; rows and seen [num_rows].
-
-    All int64.
-    """
-
-    rows: Tensor
-    seen: Tensor
-    slots: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tails:
-    """Parts of single rows' private tokens: `counts` slots from `starts` of `slots` each.
-
-    All int64; rows, starts and counts [num_parts].
-    """
-
-    rows: Tensor
-    starts: Tensor
-    counts: Tensor
-    slots: Tensor
-
-
 @dataclass(frozen=True, slots=True)
-class _Order:
-    """Each row's parts among all partial results: parts[first[i]] ... parts[first[i + 1] - 1]."""
-
-    parts: Tensor
-    first: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeAttention:
-    """A plan as calls of native code, whose partial results lie behind each other, the tails' last.
+    """A plan as calls of native code: `segments` in this order, then `tails`."""
 
-    `order` is None where they are the batch's rows in order.
-    """
-
-    segments: tuple[_Rows, ...]
-    tails: _Tails | None
-    order: _Order | None
-    num_parts: int
+    segments: tuple[RowSegments, ...]
+    tails: Tails | None
     num_kv_tokens_read: int
 
 
@@ -383,39 +354,14 @@ def _attend_natively(
         query = query.float()
     if not _has_whole_rows(query):
         query = query.contiguous()
-    outs = query.new_empty(prepared.num_parts, *query.shape[1:])
-    lses = query.new_empty(prepared.num_parts, query.shape[1])
-    first = 0
-    for segment in prepared.segments:
-        native.attend_rows(
-            query,
-            key,
-            value,
-            segment.rows,
-            segment.seen,
-            segment.slots,
-            scale,
-            outs[first:],
-            lses[first:],
-        )
-        first += len(segment.rows)
-    tails = prepared.tails
-    if tails is not None:
-        native.attend(
-            query,
-            key,
-            value,
-            tails.rows,
-            tails.starts,
-            tails.counts,
-            tails.slots,
-            scale,
-            outs[first:],
-            lses[first:],
-        )
-    if prepared.order is not None:
-        outs = native.merge(outs, lses, prepared.order.parts, prepared.order.first)
-    return outs.to(dtype)
+    state = AttentionState(
+        sums=query.new_empty(query.shape), totals=query.new_empty(*query.shape[:2], 2)
+    )
+    for segments in prepared.segments:
+        native.attend_rows(query, key, value, segments, scale, state)
+    if prepared.tails is not None:
+        native.attend_tails(query, key, value, prepared.tails, scale, state)
+    return state.sums.to(dtype)
 
 
 def _take(tensor: Tensor, index: slice | Tensor) -> Tensor:
@@ -504,47 +450,76 @@ def _merge(partials: list[_Partial], merges: Iterable[_Merge], like: Tensor) -> 
 
 
 def _plan_native(plan: AttentionPlan) -> NativeAttention:
-    segments, rows_of_part = [], []
+    # Shared segments below each other in the tree are one call after the other, others one call.
+    levels: list[list[SharedSegment]] = []
+    level_of_row = np.zeros(plan.num_rows, dtype=np.int64)
     for shared in plan.shared:
-        rows = shared.rows.astype(np.int64)
-        seen = np.full(len(rows), shared.length)
-        segments.append(_rows(rows, seen, shared.block_ids, shared.length, plan.block_size))
-        rows_of_part.append(rows)
-    single_rows = []
-    for private in plan.private:
-        if private.num_rows == 1:
-            single_rows.append(private)
-            continue
-        rows = np.arange(private.first_row, private.first_row + private.num_rows)
-        seen = np.arange(private.length - private.num_rows + 1, private.length + 1)
-        segments.append(_rows(rows, seen, private.block_ids, private.length, plan.block_size))
-        rows_of_part.append(rows)
-    tails = None
-    if single_rows:
-        tails = _plan_tails(single_rows, plan.block_size)
-        rows_of_part.append(tails.rows.numpy())
-    row_of_part = np.concatenate(rows_of_part)
-    is_in_order = len(row_of_part) == plan.num_rows and bool((np.diff(row_of_part) == 1).all())
+        level = int(level_of_row[shared.rows].max())
+        level_of_row[shared.rows] = level + 1
+        if level == len(levels):
+            levels.append([])
+        levels[level].append(shared)
+    calls = [
+        _row_segments(
+            level,
+            [s.rows.astype(np.int64) for s in level],
+            [np.full(len(s.rows), s.length) for s in level],
+            plan.block_size,
+            is_last=False,
+        )
+        for level in levels
+    ]
+    several = [private for private in plan.private if private.num_rows > 1]
+    if several:
+        rows = [np.arange(s.first_row, s.first_row + s.num_rows) for s in several]
+        seen = [np.arange(s.length - s.num_rows + 1, s.length + 1) for s in several]
+        calls.append(_row_segments(several, rows, seen, plan.block_size, is_last=True))
+    single = [private for private in plan.private if private.num_rows == 1]
     return NativeAttention(
-        segments=tuple(segments),
-        tails=tails,
-        order=None if is_in_order else _order(plan.num_rows, row_of_part),
-        num_parts=len(row_of_part),
+        segments=tuple(calls),
+        tails=_tails(single, plan.block_size) if single else None,
         num_kv_tokens_read=plan.num_kv_tokens,
     )
 
 
-def _rows(
-    rows: NDArray[np.int64],
-    seen: NDArray[np.int64],
-    block_ids: NDArray[np.int32],
-    length: int,
+def _row_segments(
+    segments: Sequence[SharedSegment | PrivateSegment],
+    rows: Sequence[NDArray[np.int64]],
+    seen: Sequence[NDArray[np.int64]],
     block_size: int,
-) -> _Rows:
-    slots = _slots(block_ids, block_size, length)
-    return _Rows(
-        rows=torch.from_numpy(rows), seen=torch.from_numpy(seen), slots=torch.from_numpy(slots)
+    *,
+    is_last: bool,
+) -> RowSegments:
+    """`rows` and `seen` of each of `segments`."""
+    slots = [_slots(segment.block_ids, block_size, segment.length) for segment in segments]
+    return RowSegments(
+        rows=torch.from_numpy(np.concatenate(rows)),
+        seen=torch.from_numpy(np.concatenate(seen)),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        first_rows=torch.from_numpy(_bounds(rows)),
+        first_slots=torch.from_numpy(_bounds(slots)),
+        is_first=torch.tensor([int(segment.start == 0) for segment in segments]),
+        is_last=is_last,
     )
+
+
+def _tails(segments: Sequence[PrivateSegment], block_size: int) -> Tails:
+    """Of segments of one row each."""
+    slots = [_slots(segment.block_ids, block_size, segment.length) for segment in segments]
+    num_blocks = [-(-segment.length // TOKENS_PER_BLOCK) for segment in segments]
+    return Tails(
+        rows=torch.tensor([segment.first_row for segment in segments]),
+        is_first=torch.tensor([int(segment.start == 0) for segment in segments]),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        first_slots=torch.from_numpy(_bounds(slots)),
+        first_blocks=torch.from_numpy(np.cumsum([0, *num_blocks])),
+        num_blocks=sum(num_blocks),
+    )
+
+
+def _bounds(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Where each begins when they lie behind each other, and where the last ends."""
+    return np.cumsum([0, *(len(array) for array in arrays)])
 
 
 class _PlannedPiece(NamedTuple):
@@ -650,34 +625,6 @@ def _index(indices: NDArray[np.int64]) -> slice | Tensor:
     if indices[-1] - first == num_indices - 1 and (np.diff(indices) == 1).all():
         return slice(first, first + num_indices)
     return torch.from_numpy(indices)
-
-
-def _plan_tails(segments: list[PrivateSegment], block_size: int) -> _Tails:
-    """The segments of one row each, in parts."""
-    rows, starts, counts, slots = [], [], [], []
-    num_slots = 0
-    for segment in segments:
-        slots.append(_slots(segment.block_ids, block_size, segment.length))
-        num_parts = -(-segment.length // _MAX_PART_TOKENS)
-        bounds = [segment.length * part // num_parts for part in range(num_parts + 1)]
-        rows += [segment.first_row] * num_parts
-        starts += [num_slots + bound for bound in bounds[:-1]]
-        counts += [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-        num_slots += segment.length
-    return _Tails(
-        rows=torch.tensor(rows),
-        starts=torch.tensor(starts),
-        counts=torch.tensor(counts),
-        slots=torch.from_numpy(np.concatenate(slots)),
-    )
-
-
-def _order(num_rows: int, row_of_part: NDArray[np.int64]) -> _Order:
-    num_parts_of_row = np.bincount(row_of_part, minlength=num_rows)
-    return _Order(
-        parts=torch.from_numpy(np.argsort(row_of_part, kind="stable")),
-        first=torch.from_numpy(np.concatenate(([0], num_parts_of_row.cumsum()))),
-    )
 
 
 def _plan_merges(num_rows: int, rows_of_piece: list[NDArray[np.int64]]) -> Iterator[_Merge]:

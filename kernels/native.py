@@ -14,9 +14,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +28,21 @@ from sapwood.kernels.user_cache import cache_folder
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("csrc")
-# Sums may be reordered, which vector units need; NaN and infinities stay what they are.
+# Sums are in the order that the code says: a row's bits must not depend on the loop that it is in.
 _FLAGS = (
     "-O3",
     "-march=native",
     "-fopenmp",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fassociative-math",
     "-fno-signed-zeros",
     "-shared",
     "-fPIC",
 )
 _BUILD_SECONDS = 60
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
+_MAX_CUTS = 8  # likewise
+TOKENS_PER_BLOCK = 128  # TOKENS of attention.c
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _HEADS = (_POINTER, _INT, _POINTER, _POINTER, _INT)  # query, its stride, keys, values, is_bf16
 _SIGNATURES = MappingProxyType(
@@ -56,13 +59,56 @@ _SIGNATURES = MappingProxyType(
         "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
         "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
-        "attend": (*_HEADS, *(_POINTER,) * 4, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
-        "attend_rows": (*_HEADS, *(_POINTER,) * 3, *(_INT,) * 4, _FLOAT, _POINTER, _POINTER),
-        "merge": (*(_POINTER,) * 4, *(_INT,) * 3, _POINTER),
+        "attend_rows": (*_HEADS, *(_POINTER,) * 6, *(_INT,) * 5, _FLOAT, *(_POINTER,) * 2),
+        "attend_tails": (*_HEADS, *(_POINTER,) * 5, *(_INT,) * 4, _FLOAT, *(_POINTER,) * 5),
         "has_bf16": (),
     }
 )
 _WITH_RESULT = frozenset({"int8_num_bits", "int8_num_bytes", "int8_linear", "has_bf16"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSegments:
+    """Segments of which no two have a row in common.
+
+    Segment s is the query rows `rows[first_rows[s] : first_rows[s + 1]]`, each over the first
+    `seen` of the slots from `first_slots[s]` on. `is_first` [num_segments] says that its rows have
+    seen nothing before, `is_last` that they see nothing after. All tensors int64.
+    """
+
+    rows: Tensor
+    seen: Tensor
+    slots: Tensor
+    first_rows: Tensor
+    first_slots: Tensor
+    is_first: Tensor
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tails:
+    """The last tokens of single rows: `rows[p]` over `slots[first_slots[p] : first_slots[p + 1]]`.
+
+    `first_blocks` [num_parts + 1] counts blocks of TOKENS_PER_BLOCK slots, the last of a part not
+    full; `num_blocks` is its last. All tensors int64.
+    """
+
+    rows: Tensor
+    is_first: Tensor
+    slots: Tensor
+    first_slots: Tensor
+    first_blocks: Tensor
+    num_blocks: int
+
+
+class AttentionState(NamedTuple):
+    """What rows have of the tokens so far; undefined before the first, results after the last.
+
+    sums [T, Hq, D] of weighted values; totals [T, Hq, 2], exponents and sums of weights. float32.
+    """
+
+    sums: Tensor
+    totals: Tensor
 
 
 class Native:
@@ -88,9 +134,8 @@ class Native:
             self._silu_and_mul,
             self._rotary,
             self._write_kv,
-            self._attend,
             self._attend_rows,
-            self._merge,
+            self._attend_tails,
             has_bf16,
         ) = functions
         self._has_bf16 = bool(has_bf16())
@@ -194,92 +239,87 @@ class Native:
         )
 
     def can_attend(self, kv_dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether `attend` and `attend_rows` take such keys and values."""
+        """Whether `attend_rows` and `attend_tails` take such keys and values."""
         fits = head_dim <= _MAX_HEAD_DIM and head_dim % _HEAD_DIM_STEP == 0
         has_products = kv_dtype == torch.bfloat16 and self._has_bf16
         return fits and (kv_dtype == torch.float32 or has_products)
-
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: Tensor,
-        starts: Tensor,
-        counts: Tensor,
-        slots: Tensor,
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Fill out [num_parts, Hq, D] and lse [num_parts, Hq] of single rows; see attention.c.
-
-        query [T, Hq, D], its rows any stride apart; keys and values [num_slots, Hkv, D], float32 or
-        bfloat16. All others are float32.
-        """
-        indices = (rows, starts, counts, slots)
-        self._over_tokens(self._attend, query, keys, values, indices, scale, out, lse)
 
     def attend_rows(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        rows: Tensor,
-        seen: Tensor,
-        slots: Tensor,
+        segments: RowSegments,
         scale: float,
-        out: Tensor,
-        lse: Tensor,
+        state: AttentionState,
     ) -> None:
-        """Fill out [num_rows, Hq, D] and lse [num_rows, Hq] of many rows over the same slots."""
-        indices = (rows, seen, slots)
-        self._over_tokens(self._attend_rows, query, keys, values, indices, scale, out, lse)
+        """Go on with the segments' rows in `state`.
 
-    @staticmethod
-    def _over_tokens(
-        function: Callable[..., None],
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        indices: Sequence[Tensor],
-        scale: float,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """What `attend` and `attend_rows` pass alike; the first of `indices` has one for a part."""
+        query [T, Hq, D], its rows any stride apart; keys and values [num_slots, Hkv, D], float32 or
+        bfloat16. All others are float32.
+        """
         num_kv_heads, dim = keys.shape[1:]
-        function(
-            query.data_ptr(),
-            query.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            keys.dtype == torch.bfloat16,
-            *(index.data_ptr() for index in indices),
-            len(indices[0]),
+        self._attend_rows(
+            *_heads(query, keys, values),
+            segments.rows.data_ptr(),
+            segments.seen.data_ptr(),
+            segments.slots.data_ptr(),
+            segments.first_rows.data_ptr(),
+            segments.first_slots.data_ptr(),
+            segments.is_first.data_ptr(),
+            segments.is_last,
+            len(segments.is_first),
             num_kv_heads,
             query.shape[1] // num_kv_heads,
             dim,
             scale,
-            out.data_ptr(),
-            lse.data_ptr(),
+            state.sums.data_ptr(),
+            state.totals.data_ptr(),
         )
 
-    def merge(self, outs: Tensor, lses: Tensor, parts: Tensor, first: Tensor) -> Tensor:
-        """outs [num_parts, num_heads, dim], lses [num_parts, num_heads]; [rows, num_heads, dim]."""
-        num_heads, dim = outs.shape[1:]
-        out = outs.new_empty(len(first) - 1, num_heads, dim)
-        self._merge(
-            outs.data_ptr(),
-            lses.data_ptr(),
-            parts.data_ptr(),
-            first.data_ptr(),
-            len(out),
-            num_heads,
+    def attend_tails(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tails: Tails,
+        scale: float,
+        state: AttentionState,
+    ) -> None:
+        """Finish single rows in `state`; the rest as in `attend_rows`."""
+        num_kv_heads, dim = keys.shape[1:]
+        num_blocks, num_heads = tails.num_blocks, query.shape[1]
+        weights = query.new_empty(num_blocks, num_heads, TOKENS_PER_BLOCK)
+        exponents = query.new_empty(num_blocks, num_heads)
+        running = query.new_empty(len(tails.rows), num_heads, _MAX_CUTS, 2)
+        self._attend_tails(
+            *_heads(query, keys, values),
+            tails.rows.data_ptr(),
+            tails.is_first.data_ptr(),
+            tails.first_slots.data_ptr(),
+            tails.first_blocks.data_ptr(),
+            tails.slots.data_ptr(),
+            len(tails.rows),
+            num_kv_heads,
+            num_heads // num_kv_heads,
             dim,
-            out.data_ptr(),
+            scale,
+            state.sums.data_ptr(),
+            state.totals.data_ptr(),
+            weights.data_ptr(),
+            exponents.data_ptr(),
+            running.data_ptr(),
         )
-        return out
+
+
+def _heads(query: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int, int, bool]:
+    return (
+        query.data_ptr(),
+        query.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.dtype == torch.bfloat16,
+    )
 
 
 def load() -> Native | None:

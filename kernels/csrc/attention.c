@@ -1,8 +1,18 @@
-/* Attention: rows over shared and private tokens, and the merge of partial results. Keys and values
- * are floats, or bfloat16 where the processor multiplies it. Then queries and the softmax's weights
- * are rounded to bfloat16 too, while sums are float32. The denominator is the sum of the rounded
- * weights: so a result is a mean of values, whose error is in proportion to how they differ and not
- * to what they have in common, and segments that are merged are weighted as within a segment. */
+/* Attention of rows over shared and private tokens. Keys and values are floats, or bfloat16 where
+ * the processor multiplies it: then queries and the softmax's weights are rounded to it too, while
+ * sums are float32. The denominator is the sum of the rounded weights, so that a result is a mean
+ * of values, whose error is in proportion to how they differ and not to what they have in common.
+ *
+ * The bits of a row's result depend on the tokens that it sees and on nothing else: not on how they
+ * are cut into segments, nor on the rows beside it, nor on which function below does it.
+ *
+ *   - A score is the sum over the dimensions in their order.
+ *   - A weight is 2^(score - exponent), where the exponent is a whole number, of about the highest
+ *     score so far. To go on to a higher one is to multiply by a power of two, which rounds nothing.
+ *     (Less than 2^-126 of the highest weight is zero, which may change what it is not added to.)
+ *   - The sums of weights and of weighted values run over the tokens in their order. A segment goes
+ *     on from the state in which the one before it left a row: exponent, sum of weights, sums. The
+ *     softmax that is carried on is that of Milakov and Gimelshein 2018. */
 
 #include <float.h>
 #include <string.h>
@@ -11,291 +21,136 @@
 #include "common.h"
 
 enum {
-    TOKENS = 128,     /* keys that are scored at once */
-    MAX_HEAD_DIM = 256,
-    MAX_GROUP = 16    /* query heads of a KV head that share one reading of its keys */
+    TOKENS = 128, /* keys that are scored at once */
+    MAX_HEAD_DIM = 256
 };
-
-/* The query heads of one KV head over `count` tokens: a softmax that is carried on from one block
- * of tokens to the next (Milakov and Gimelshein 2018). query and out [group, dim], lse [group]. */
-INLINE void attend_group(const float *query, const float *keys, const float *values,
-                         const int64_t *slots, int64_t count, int64_t stride, float scale,
-                         int64_t group, int64_t dim, float *out, float *lse) {
-    float scores[MAX_GROUP][TOKENS], most[MAX_GROUP], total[MAX_GROUP];
-    float sums[MAX_GROUP][MAX_HEAD_DIM];
-    for (int64_t g = 0; g < group; g++) {
-        most[g] = -INFINITY;
-        total[g] = 0.0f;
-        for (int64_t j = 0; j < dim; j++) sums[g][j] = 0.0f;
-    }
-    for (int64_t first = 0; first < count; first += TOKENS) {
-        int64_t length = count - first < TOKENS ? count - first : TOKENS;
-        for (int64_t t = 0; t < length; t++) {
-            const float *key = keys + slots[first + t] * stride;
-            for (int64_t g = 0; g < group; g++) {
-                const float *q = query + g * dim;
-                float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
-                for (int64_t j = 0; j < dim; j++) dot += q[j] * key[j];
-                scores[g][t] = dot * scale;
-            }
-        }
-        for (int64_t g = 0; g < group; g++) {
-            float now = most[g];
-            for (int64_t t = 0; t < length; t++) now = scores[g][t] > now ? scores[g][t] : now;
-            /* All are -inf or NaN: keep what makes the result NaN rather than zero. */
-            float before = most[g] == now ? 1.0f : exp_of_nonpositive(most[g] - now);
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t t = 0; t < length; t++) {
-                float p = exp_of_nonpositive(scores[g][t] - now);
-                scores[g][t] = p;
-                sum += p;
-            }
-            total[g] = total[g] * before + sum;
-            most[g] = now;
-            if (before != 1.0f)
-                for (int64_t j = 0; j < dim; j++) sums[g][j] *= before;
-        }
-        for (int64_t t = 0; t < length; t++) {
-            const float *value = values + slots[first + t] * stride;
-            for (int64_t g = 0; g < group; g++) {
-                float p = scores[g][t];
-#pragma omp simd
-                for (int64_t j = 0; j < dim; j++) sums[g][j] += p * value[j];
-            }
-        }
-    }
-    for (int64_t g = 0; g < group; g++) {
-        float share = 1.0f / total[g];
-        for (int64_t j = 0; j < dim; j++) out[g * dim + j] = sums[g][j] * share;
-        lse[g] = most[g] + logf(total[g]);
-    }
-}
-
-#ifdef __AVX512BF16__
-enum { MAX_GROUP_BF16 = 4, LANES = 16 };
-
-/* The same for bfloat16, in chunks of 32 dimensions. */
-INLINE void attend_group_bf16(const float *query, const uint16_t *keys, const uint16_t *values,
-                              const int64_t *slots, int64_t count, int64_t stride, float scale,
-                              const int group, int64_t dim, float *out, float *lse) {
-    static const uint16_t zeros[MAX_HEAD_DIM];
-    _Alignas(64) uint16_t rounded[MAX_GROUP_BF16][MAX_HEAD_DIM] = {0};
-    _Alignas(64) float scores[MAX_GROUP_BF16][TOKENS];
-    int32_t pairs[MAX_GROUP_BF16][TOKENS / 2]; /* weights of two tokens each */
-    float most[MAX_GROUP_BF16], before[MAX_GROUP_BF16];
-    __m512 total[MAX_GROUP_BF16], sums[MAX_HEAD_DIM / CHUNK][MAX_GROUP_BF16][2];
-    int64_t num_chunks = (dim + CHUNK - 1) / CHUNK;
-    for (int g = 0; g < group; g++) {
-        round_scaled(query + g * dim, scale * LOG2_E, dim, rounded[g]);
-        most[g] = -FLT_MAX;
-        total[g] = _mm512_setzero_ps();
-        for (int64_t c = 0; c < num_chunks; c++) sums[c][g][0] = sums[c][g][1] = total[g];
-    }
-    for (int64_t first = 0; first < count; first += TOKENS) {
-        int64_t length = count - first < TOKENS ? count - first : TOKENS;
-        int64_t padded = (length + LANES - 1) / LANES * LANES;
-        const uint16_t *key[TOKENS], *value[TOKENS];
-        for (int64_t t = 0; t < padded; t++) {
-            int64_t at = slots[first + (t < length ? t : length - 1)] * stride;
-            key[t] = keys + at;
-            value[t] = t < length ? values + at : zeros;
-        }
-        for (int64_t t = 0; t < padded; t += LANES) {
-            int64_t left = length - t;
-            __mmask16 is_token = (__mmask16)(left >= LANES ? 0xffff : (1u << left) - 1);
-            for (int g = 0; g < group; g++) {
-                __m512 dots[LANES];
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) dots[i] = _mm512_setzero_ps();
-                for (int64_t d = 0; d < dim; d += CHUNK) {
-                    __m512i q = _mm512_load_si512(rounded[g] + d);
-                    __mmask16 mask = lanes_of_chunk(d, dim);
-#pragma GCC unroll 16
-                    for (int i = 0; i < LANES; i++)
-                        dots[i] = add_pairs(dots[i], q,
-                                            _mm512_maskz_loadu_epi32(mask, key[t + i] + d));
-                }
-                __m512 nothing = _mm512_set1_ps(-INFINITY);
-                _mm512_store_ps(scores[g] + t,
-                                _mm512_mask_mov_ps(nothing, is_token, sums_of_16(dots)));
-            }
-        }
-        for (int g = 0; g < group; g++) {
-            __m512 highest = _mm512_set1_ps(most[g]);
-            for (int64_t t = 0; t < padded; t += LANES)
-                highest = _mm512_max_ps(_mm512_load_ps(scores[g] + t), highest);
-            __m512 now = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
-            __m512 shrunk = exp2_of_nonpositive(_mm512_sub_ps(_mm512_set1_ps(most[g]), now));
-            most[g] = _mm512_cvtss_f32(now);
-            before[g] = _mm512_cvtss_f32(shrunk);
-            total[g] = _mm512_mul_ps(total[g], shrunk);
-            for (int64_t t = 0; t < padded; t += LANES) {
-                __m512 p = exp2_of_nonpositive(_mm512_sub_ps(_mm512_load_ps(scores[g] + t), now));
-                __m256i half = (__m256i)_mm512_cvtneps_pbh(p);
-                _mm256_storeu_si256((__m256i *)(pairs[g] + t / 2), half);
-                total[g] = add_both(total[g], _mm512_zextsi256_si512(half));
-            }
-        }
-        for (int64_t c = 0; c < num_chunks; c++) {
-            __m512 sum[MAX_GROUP_BF16][2];
-            __mmask16 mask = lanes_of_chunk(c * CHUNK, dim);
-#pragma GCC unroll 4
-            for (int g = 0; g < group; g++) {
-                sum[g][0] = _mm512_mul_ps(sums[c][g][0], _mm512_set1_ps(before[g]));
-                sum[g][1] = _mm512_mul_ps(sums[c][g][1], _mm512_set1_ps(before[g]));
-            }
-            for (int64_t t = 0; t < length; t += 2) {
-                __m512i one = _mm512_maskz_loadu_epi32(mask, value[t] + c * CHUNK);
-                __m512i other = _mm512_maskz_loadu_epi32(mask, value[t + 1] + c * CHUNK);
-                struct chunks both = interleave(one, other);
-#pragma GCC unroll 4
-                for (int g = 0; g < group; g++) {
-                    __m512i weights = _mm512_set1_epi32(pairs[g][t / 2]);
-                    sum[g][0] = add_pairs(sum[g][0], both.low, weights);
-                    sum[g][1] = add_pairs(sum[g][1], both.high, weights);
-                }
-            }
-#pragma GCC unroll 4
-            for (int g = 0; g < group; g++) {
-                sums[c][g][0] = sum[g][0];
-                sums[c][g][1] = sum[g][1];
-            }
-        }
-    }
-    for (int g = 0; g < group; g++) {
-        float denominator = _mm512_reduce_add_ps(total[g]), share = 1.0f / denominator;
-        for (int64_t d = 0; d < dim; d += 8) {
-            __m256 sum = _mm256_loadu_ps((const float *)sums[d / CHUNK][g] + d % CHUNK);
-            _mm256_storeu_ps(out + g * dim + d, _mm256_mul_ps(sum, _mm256_set1_ps(share)));
-        }
-        lse[g] = most[g] * LN_2 + logf(denominator);
-    }
-}
-
-/* For any group: as many query heads at once as there are registers for. */
-static void attend_all_bf16(const float *query, const uint16_t *keys, const uint16_t *values,
-                            const int64_t *slots, int64_t count, int64_t stride, float scale,
-                            int64_t group, int64_t dim, float *out, float *lse) {
-    for (int64_t g = 0; g < group; g += MAX_GROUP_BF16) {
-        const float *q = query + g * dim;
-        float *o = out + g * dim, *l = lse + g;
-        switch (group - g) {
-#define CASE(LABEL, G)                                                                      \
-    LABEL : attend_group_bf16(q, keys, values, slots, count, stride, scale, G, dim, o, l);  \
-        break;
-            CASE(case 1, 1) CASE(case 2, 2) CASE(case 3, 3) CASE(default, MAX_GROUP_BF16)
-#undef CASE
-        }
-    }
-}
-#endif
-
-/* Attention of single rows over tokens that lie anywhere: part p is query row rows[p] over the
- * slots [starts[p], starts[p] + counts[p]) of `slots`. query [T, num_kv_heads * group, dim], its
- * rows `query_stride` floats apart, keys and values [num_slots, num_kv_heads, dim] of floats or
- * bfloat16, out [num_parts, num_kv_heads * group, dim], lse [num_parts, num_kv_heads * group]. A
- * key comes from memory once for all query heads of its group. dim is a multiple of 8, 256 at
- * most. */
-void sapwood_attend(const float *query, int64_t query_stride, const void *keys,
-                    const void *values, int64_t is_bf16, const int64_t *rows,
-                    const int64_t *starts, const int64_t *counts, const int64_t *slots,
-                    int64_t num_parts, int64_t num_kv_heads, int64_t group, int64_t dim,
-                    float scale, float *out, float *lse) {
-    int64_t num_heads = num_kv_heads * group, stride = num_kv_heads * dim;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) if (num_parts * num_kv_heads > 1)
-    for (int64_t p = 0; p < num_parts; p++) {
-        for (int64_t h = 0; h < num_kv_heads; h++) {
-            const float *q = query + rows[p] * query_stride + h * group * dim;
-            const int64_t *s = slots + starts[p];
-            int64_t at = p * num_heads + h * group;
-            float *o = out + at * dim, *l = lse + at;
-            if (is_bf16) {
-#ifdef __AVX512BF16__
-                attend_all_bf16(q, (const uint16_t *)keys + h * dim,
-                                (const uint16_t *)values + h * dim, s, counts[p], stride, scale,
-                                group, dim, o, l);
-#endif
-                continue;
-            }
-            const float *k = (const float *)keys + h * dim, *v = (const float *)values + h * dim;
-#define CASE(G, D)                                                          \
-    if (group == G && dim == D) {                                           \
-        attend_group(q, k, v, s, counts[p], stride, scale, G, D, o, l);     \
-        continue;                                                           \
-    }
-            CASE(1, 64) CASE(2, 64) CASE(3, 64) CASE(4, 64) CASE(7, 64) CASE(8, 64)
-            CASE(1, 128) CASE(2, 128) CASE(3, 128) CASE(4, 128) CASE(5, 128) CASE(8, 128)
-#undef CASE
-            for (int64_t g = 0; g < group; g += MAX_GROUP) {
-                int64_t size = group - g < MAX_GROUP ? group - g : MAX_GROUP;
-                attend_group(q + g * dim, k, v, s, counts[p], stride, scale, size, dim,
-                             o + g * dim, l + g);
-            }
-        }
-    }
-}
-
-/* Row i of out [T, num_heads, dim] from the parts parts[first[i]] ... parts[first[i + 1] - 1],
- * weighted by their share of the softmax's denominator; outs [num_parts, num_heads, dim], lses
- * [num_parts, num_heads]. */
-void sapwood_merge(const float *outs, const float *lses, const int64_t *parts,
-                   const int64_t *first, int64_t rows, int64_t num_heads, int64_t dim,
-                   float *out) {
-#pragma omp parallel for schedule(static) if (rows * num_heads * dim > GRAIN)
-    for (int64_t i = 0; i < rows; i++) {
-        for (int64_t h = 0; h < num_heads; h++) {
-            float *to = out + (i * num_heads + h) * dim;
-            float most = -INFINITY, total = 0.0f;
-            for (int64_t p = first[i]; p < first[i + 1]; p++) {
-                float lse = lses[parts[p] * num_heads + h];
-                most = lse > most ? lse : most;
-            }
-            for (int64_t j = 0; j < dim; j++) to[j] = 0.0f;
-            for (int64_t p = first[i]; p < first[i + 1]; p++) {
-                const float *from = outs + (parts[p] * num_heads + h) * dim;
-                float share = expf(lses[parts[p] * num_heads + h] - most);
-                total += share;
-#pragma omp simd
-                for (int64_t j = 0; j < dim; j++) to[j] += share * from[j];
-            }
-            float scale = 1.0f / total;
-#pragma omp simd
-            for (int64_t j = 0; j < dim; j++) to[j] *= scale;
-        }
-    }
-}
-
-/* Attention of many rows over the same tokens. Query vectors lie side by side in the lanes of
- * vectors, so that keys and values are read as they lie, one word for all lanes, and a row's
- * softmax never leaves its lane. A block is STEP keys, or STEP dimensions of a value, times up to
- * three vectors: as many sums as there are registers.
- *
- * A word is a float, or two bfloat16 that are multiplied with the two in each lane. Two dimensions
- * of a key are neighbours as they lie; two tokens' values are made so once for all vectors of a
- * tile. */
 #ifdef __AVX512F__
 enum { VECTOR = 16, STEP = 8, MAX_VECTORS = 3 };
 #else
 enum { VECTOR = 8, STEP = 4, MAX_VECTORS = 2 };
 #endif
 typedef float lanes __attribute__((vector_size(VECTOR * 4)));
-typedef int32_t word __attribute__((may_alias));
 
-/* The softmax of a tile's query vectors so far, a lane each: the highest score, the sum of the
- * weights, and the factor by which the last tokens have shrunk the weights before them. */
+/* A float, or two bfloat16 that are multiplied with the two in another word: neighbouring
+ * dimensions of a key or query; the same dimension of two tokens' values, or two tokens' weights,
+ * the first in the upper half, which the processor adds first. */
+typedef int32_t word __attribute__((may_alias));
+typedef int32_t words __attribute__((vector_size(VECTOR * 4), may_alias));
+
+/* What both functions below attend with. `sums` [T, num_heads, dim] and `states` [T, num_heads, 2],
+ * exponents and sums of weights, are of all rows of the step; scores are to the base 2. */
+struct heads {
+    const float *query;
+    int64_t query_stride;
+    const word *keys, *values;
+    int64_t num_kv_heads, group, dim, num_words, token_stride; /* the last two in words */
+    float scale, *sums, *states;
+};
+
+INLINE struct heads heads_of(const float *query, int64_t query_stride, const void *keys,
+                             const void *values, int64_t is_bf16, int64_t num_kv_heads,
+                             int64_t group, int64_t dim, float scale, float *sums, float *states) {
+    int64_t num_words = is_bf16 ? dim / 2 : dim;
+    return (struct heads){query, query_stride, keys, values, num_kv_heads, group, dim, num_words,
+                          num_kv_heads * num_words, scale * LOG2_E, sums, states};
+}
+
+INLINE lanes multiply_add(lanes sum, words one, words other, const int is_bf16) {
+#ifdef __AVX512BF16__
+    if (is_bf16) return (lanes)add_pairs((__m512)sum, (__m512i)one, (__m512i)other);
+#endif
+    (void)is_bf16;
+    return sum + (lanes)one * (lanes)other;
+}
+
+INLINE words all_words(word value) { return (words){0} + value; }
+
+/* The first `count` words from there, at most a vector of them, and zeros. */
+INLINE words load_words(const word *from, int64_t count) {
+    words loaded = {0};
+#ifdef __AVX512F__
+    __mmask16 mask = (__mmask16)(count >= VECTOR ? 0xffff : count <= 0 ? 0 : (1u << count) - 1);
+    loaded = (words)_mm512_maskz_loadu_epi32(mask, from);
+#else
+    if (count >= VECTOR) memcpy(&loaded, from, sizeof loaded);
+    else
+        for (int64_t i = 0; i < count; i++) loaded[i] = from[i];
+#endif
+    return loaded;
+}
+
+/* The first `count` of the words to there, at most all. */
+INLINE void store_words(words from, word *to, int64_t count) {
+#ifdef __AVX512F__
+    __mmask16 mask = (__mmask16)(count >= VECTOR ? 0xffff : count <= 0 ? 0 : (1u << count) - 1);
+    _mm512_mask_storeu_epi32(to, mask, (__m512i)from);
+#else
+    for (int64_t i = 0; i < VECTOR && i < count; i++) to[i] = from[i];
+#endif
+}
+
+/* to [num_words] = a head's query times the scale. */
+INLINE void load_query(const struct heads *heads, int64_t row, int64_t head, word *to,
+                       const int is_bf16) {
+    const float *from = heads->query + row * heads->query_stride + head * heads->dim;
+#ifdef __AVX512BF16__
+    if (is_bf16) {
+        round_scaled(from, heads->scale, heads->dim, to);
+        return;
+    }
+#endif
+    (void)is_bf16;
+    for (int64_t d = 0; d < heads->dim; d++) {
+        float scaled = from[d] * heads->scale;
+        memcpy(to + d, &scaled, sizeof scaled);
+    }
+}
+
+/* The score of a token that a row does not see. Every row sees one before it comes to such. */
+#define UNSEEN -1e30f
+
+/* 2^power for a whole number <= 1; 0 below -126 and for NaN. */
+INLINE float power_of_two(float power) {
+    union { int32_t bits; float value; } result;
+    result.bits = ((int32_t)(power > -127.0f ? power : -127.0f) + 127) << 23;
+    return result.value;
+}
+
+/* 2^(score - exponent) to 2 units in the last place: a Taylor polynomial of degree 7. */
+INLINE float weight_of(float score, float exponent) {
+    float whole = rintf(score);
+    float x = (score - whole) * LN_2;
+    float p = 1.0f / 5040;
+    p = p * x + 1.0f / 720;
+    p = p * x + 1.0f / 120;
+    p = p * x + 1.0f / 24;
+    p = p * x + 1.0f / 6;
+    p = p * x + 0.5f;
+    p = p * x + 1.0f;
+    p = p * x + 1.0f;
+    return p * power_of_two(whole - exponent);
+}
+
+/* ---- Many rows over the same tokens --------------------------------------------------------------
+ *
+ * Query vectors lie side by side in the lanes of vectors, so that keys and values are read as they
+ * lie, one word for all lanes, and a row's softmax never leaves its lane. A block is STEP keys, or
+ * STEP dimensions of a value, times up to three vectors: as many sums as there are registers. */
+
+/* The softmax of a tile's query vectors, a lane each, and the factor for the sums before the last
+ * tokens. */
 struct softmax {
-    lanes most[MAX_VECTORS], total[MAX_VECTORS], before[MAX_VECTORS];
+    lanes exponent[MAX_VECTORS], total[MAX_VECTORS], before[MAX_VECTORS];
 };
 
 /* Go on with the scores of `length` tokens, which become weights. */
 INLINE void weigh(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t length,
                   const int num_vectors) {
     const int width = num_vectors * VECTOR;
-    float *most = (float *)s->most, *total = (float *)s->total, *before = (float *)s->before;
+    float *exponent = (float *)s->exponent, *total = (float *)s->total;
+    float *before = (float *)s->before, most[MAX_VECTORS * VECTOR];
 #pragma omp simd
-    for (int j = 0; j < width; j++) before[j] = most[j];
+    for (int j = 0; j < width; j++) most[j] = -FLT_MAX;
     for (int64_t t = 0; t < length; t++) {
         const float *score = (const float *)scores[t];
 #pragma omp simd
@@ -303,113 +158,93 @@ INLINE void weigh(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t lengt
     }
 #pragma omp simd
     for (int j = 0; j < width; j++) {
-        float factor = exp_of_nonpositive(before[j] - most[j]);
-        before[j] = before[j] == most[j] ? 1.0f : factor;
+        float now = floorf(most[j]);
+        now = now > exponent[j] ? now : exponent[j];
+        before[j] = power_of_two(exponent[j] - now);
         total[j] *= before[j];
+        exponent[j] = now;
     }
     for (int64_t t = 0; t < length; t++) {
         float *score = (float *)scores[t];
 #pragma omp simd
         for (int j = 0; j < width; j++) {
-            float p = exp_of_nonpositive(score[j] - most[j]);
-            p = score[j] == -INFINITY ? 0.0f : p;
-            score[j] = p;
-            total[j] += p;
+            score[j] = weight_of(score[j], exponent[j]);
+            total[j] += score[j];
         }
     }
 }
 
 #ifdef __AVX512BF16__
-/* The same in bfloat16, for scores to the base 2: scores[t] becomes the weights of the tokens 2 t
- * and 2 t + 1. Beside an odd last one there is a weight of zero, for which scores has room. */
+/* The same in bfloat16: scores[t] becomes the weights of the tokens 2 t and 2 t + 1. Beside an odd
+ * last one there is a weight of zero, for which scores has room. */
 INLINE void weigh_bf16(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t length,
                        const int num_vectors) {
-    __m512 most[MAX_VECTORS], total[MAX_VECTORS];
+    __m512 exponent[MAX_VECTORS], total[MAX_VECTORS];
 #pragma GCC unroll 3
-    for (int v = 0; v < num_vectors; v++) most[v] = s->most[v];
+    for (int v = 0; v < num_vectors; v++) exponent[v] = _mm512_set1_ps(-FLT_MAX);
     for (int64_t t = 0; t < length; t++)
 #pragma GCC unroll 3
-        for (int v = 0; v < num_vectors; v++) most[v] = _mm512_max_ps(scores[t][v], most[v]);
+        for (int v = 0; v < num_vectors; v++)
+            exponent[v] = _mm512_max_ps((__m512)scores[t][v], exponent[v]);
 #pragma GCC unroll 3
     for (int v = 0; v < num_vectors; v++) {
-        s->before[v] = exp2_of_nonpositive(s->most[v] - most[v]);
-        s->most[v] = most[v];
-        total[v] = s->total[v] * s->before[v];
-        scores[length][v] = _mm512_set1_ps(-INFINITY);
+        __m512 was = (__m512)s->exponent[v];
+        exponent[v] = _mm512_max_ps(floor_of(exponent[v]), was);
+        __m512 before = _mm512_scalef_ps(_mm512_set1_ps(1.0f), was - exponent[v]);
+        total[v] = (__m512)s->total[v] * before;
+        s->before[v] = (lanes)before;
+        s->exponent[v] = (lanes)exponent[v];
+        scores[length][v] = (lanes)_mm512_set1_ps(UNSEEN);
     }
     for (int64_t t = 0; t < length; t += 2)
 #pragma GCC unroll 3
         for (int v = 0; v < num_vectors; v++) {
-            __m512i pair = round_to_pairs(exp2_of_nonpositive(scores[t][v] - most[v]),
-                                          exp2_of_nonpositive(scores[t + 1][v] - most[v]));
+            __m512i pair = round_to_pairs(exp2_over((__m512)scores[t][v], exponent[v]),
+                                          exp2_over((__m512)scores[t + 1][v], exponent[v]));
             total[v] = add_both(total[v], pair);
             scores[t / 2][v] = (lanes)pair;
         }
 #pragma GCC unroll 3
-    for (int v = 0; v < num_vectors; v++) s->total[v] = total[v];
+    for (int v = 0; v < num_vectors; v++) s->total[v] = (lanes)total[v];
 }
 
 /* Make value[t] point to the words of the tokens 2 t and 2 t + 1, in `pairs`. Beside an odd last
  * one there are zeros. */
-INLINE void pair_values(const word **value, int64_t length, int64_t dim, word *pairs) {
-    int64_t width = (dim + CHUNK - 1) / CHUNK * CHUNK;
+INLINE void pair_values(const word **value, int64_t length, int64_t num_words, word *pairs) {
+    int64_t width = (num_words + VECTOR - 1) / VECTOR * VECTOR * 2;
     for (int64_t t = 0; t < length; t += 2) {
-        const uint16_t *one = (const uint16_t *)value[t];
-        const uint16_t *other = t + 1 < length ? (const uint16_t *)value[t + 1] : NULL;
+        const word *one = value[t], *other = t + 1 < length ? value[t + 1] : NULL;
         word *to = pairs + t / 2 * width;
-        for (int64_t d = 0; d < dim; d += CHUNK) {
-            __mmask16 mask = lanes_of_chunk(d, dim);
-            __m512i second = _mm512_setzero_si512();
-            if (other != NULL) second = _mm512_maskz_loadu_epi32(mask, other + d);
-            struct chunks both = interleave(_mm512_maskz_loadu_epi32(mask, one + d), second);
-            _mm512_storeu_si512(to + d, both.low);
-            _mm512_storeu_si512(to + d + CHUNK / 2, both.high);
+        for (int64_t w = 0; w < num_words; w += VECTOR) {
+            words second = {0};
+            if (other != NULL) second = load_words(other + w, num_words - w);
+            struct chunks both =
+                interleave((__m512i)load_words(one + w, num_words - w), (__m512i)second);
+            _mm512_storeu_si512(to + 2 * w, both.low);
+            _mm512_storeu_si512(to + 2 * w + VECTOR, both.high);
         }
         value[t / 2] = to;
     }
 }
 #endif
 
-INLINE lanes multiply_add(lanes sum, const word *one, lanes other, const int is_bf16) {
-#ifdef __AVX512BF16__
-    if (is_bf16) return add_pairs(sum, _mm512_set1_epi32(*one), (__m512i)other);
-#endif
-    (void)is_bf16;
-    return sum + *(const float *)one * other;
-}
-
-/* Lane `lane` of query = from * scale, in words. */
-INLINE void load_query(lanes (*query)[MAX_VECTORS], int64_t lane, const float *from, float scale,
-                       int64_t dim, const int is_bf16) {
-    if (is_bf16) {
-#ifdef __AVX512BF16__
-        word rounded[MAX_HEAD_DIM / 2];
-        round_scaled(from, scale * LOG2_E, dim, rounded);
-        for (int64_t d = 0; d < dim / 2; d++) ((word *)query[d])[lane] = rounded[d];
-#endif
-    } else {
-        for (int64_t d = 0; d < dim; d++) ((float *)query[d])[lane] = from[d] * scale;
-    }
-}
-
-struct tile_plan {
-    const float *query;
-    const word *keys, *values;
+/* Query rows over the first seen[i] slots of `slots`, i from 0 to count - 1. `is_first`: the rows
+ * have seen nothing before; `is_last`: nothing comes after, the sums become results. */
+struct segment {
     const int64_t *rows, *seen, *slots;
-    int64_t query_stride, num_rows, num_kv_heads, group, dim;
-    float scale, *out, *lse;
+    int64_t count, is_first, is_last;
 };
 
 /* Query vectors first ... first + count - 1 of KV head `head`; vector i is head i % group of row
  * i / group. */
-INLINE void attend_tile(const struct tile_plan *plan, int64_t head, int64_t first, int64_t count,
-                        const int num_vectors, const int is_bf16) {
-    const int64_t dim = plan->dim, group = plan->group, width = (int64_t)num_vectors * VECTOR;
-    const int64_t num_heads = plan->num_kv_heads * group, num_words = is_bf16 ? dim / 2 : dim;
-    const int64_t stride = plan->num_kv_heads * num_words;
+INLINE void attend_tile(const struct heads *heads, const struct segment *segment, int64_t head,
+                        int64_t first, int64_t count, const int num_vectors, const int is_bf16) {
+    const int64_t dim = heads->dim, group = heads->group, num_words = heads->num_words;
+    const int64_t num_heads = heads->num_kv_heads * group, width = (int64_t)num_vectors * VECTOR;
     lanes query[MAX_HEAD_DIM][MAX_VECTORS], sums[MAX_HEAD_DIM][MAX_VECTORS];
     lanes scores[TOKENS + STEP][MAX_VECTORS];
     struct softmax softmax;
+    int64_t at[MAX_VECTORS * VECTOR]; /* each vector's place among the heads of all rows */
     int32_t seen[MAX_VECTORS * VECTOR];
     int64_t longest = 0, shortest = INT64_MAX;
 #ifdef __AVX512BF16__
@@ -417,25 +252,27 @@ INLINE void attend_tile(const struct tile_plan *plan, int64_t head, int64_t firs
 #endif
     for (int64_t j = 0; j < width; j++) {
         int64_t vector = first + (j < count ? j : count - 1), row = vector / group;
-        const float *from = plan->query + plan->rows[row] * plan->query_stride +
-                            (head * group + vector % group) * dim;
-        load_query(query, j, from, plan->scale, dim, is_bf16);
-        int64_t now = plan->seen[row];
+        word loaded[MAX_HEAD_DIM];
+        load_query(heads, segment->rows[row], head * group + vector % group, loaded, is_bf16);
+        for (int64_t w = 0; w < num_words; w++) ((word *)query[w])[j] = loaded[w];
+        int64_t now = segment->seen[row];
         seen[j] = (int32_t)now;
         longest = now > longest ? now : longest;
         shortest = now < shortest ? now : shortest;
-        ((float *)softmax.most)[j] = is_bf16 ? -FLT_MAX : -INFINITY;
-        ((float *)softmax.total)[j] = 0.0f;
+        at[j] = segment->rows[row] * num_heads + head * group + vector % group;
+        const float *state = heads->states + 2 * at[j], *sum = heads->sums + at[j] * dim;
+        const int is_first = segment->is_first != 0;
+        ((float *)softmax.exponent)[j] = is_first ? -FLT_MAX : state[0];
+        ((float *)softmax.total)[j] = is_first ? 0.0f : state[1];
+        for (int64_t d = 0; d < dim; d++) ((float *)sums[d])[j] = is_first ? 0.0f : sum[d];
     }
-    for (int64_t d = 0; d < dim; d++)
-        for (int v = 0; v < num_vectors; v++) sums[d][v] = (lanes){0};
     for (int64_t start = 0; start < longest; start += TOKENS) {
         int64_t length = longest - start < TOKENS ? longest - start : TOKENS;
         const word *key[TOKENS + STEP], *value[TOKENS];
         for (int64_t t = 0; t < length; t++) {
-            int64_t at = plan->slots[start + t] * stride + head * num_words;
-            key[t] = plan->keys + at;
-            value[t] = plan->values + at;
+            int64_t token = segment->slots[start + t] * heads->token_stride + head * num_words;
+            key[t] = heads->keys + token;
+            value[t] = heads->values + token;
         }
         for (int64_t t = length; t < length + STEP; t++) key[t] = key[length - 1];
         for (int64_t t = 0; t < length; t += STEP) {
@@ -444,12 +281,13 @@ INLINE void attend_tile(const struct tile_plan *plan, int64_t head, int64_t firs
             for (int i = 0; i < STEP; i++)
 #pragma GCC unroll 3
                 for (int v = 0; v < num_vectors; v++) sum[i][v] = (lanes){0};
-            for (int64_t d = 0; d < num_words; d++) {
+            for (int64_t w = 0; w < num_words; w++) {
 #pragma GCC unroll 8
                 for (int i = 0; i < STEP; i++)
 #pragma GCC unroll 3
                     for (int v = 0; v < num_vectors; v++)
-                        sum[i][v] = multiply_add(sum[i][v], key[t + i] + d, query[d][v], is_bf16);
+                        sum[i][v] = multiply_add(sum[i][v], all_words(key[t + i][w]),
+                                                 (words)query[w][v], is_bf16);
             }
 #pragma GCC unroll 8
             for (int i = 0; i < STEP; i++)
@@ -462,13 +300,13 @@ INLINE void attend_tile(const struct tile_plan *plan, int64_t head, int64_t firs
                 float *score = (float *)scores[t];
 #pragma omp simd
                 for (int64_t j = 0; j < width; j++)
-                    score[j] = start + t < seen[j] ? score[j] : -INFINITY;
+                    score[j] = start + t < seen[j] ? score[j] : UNSEEN;
             }
         int64_t num_steps = is_bf16 ? (length + 1) / 2 : length;
         if (is_bf16) {
 #ifdef __AVX512BF16__
             weigh_bf16(&softmax, scores, length, num_vectors);
-            pair_values(value, length, dim, pairs);
+            pair_values(value, length, num_words, pairs);
 #endif
         } else {
             weigh(&softmax, scores, length, num_vectors);
@@ -486,7 +324,8 @@ INLINE void attend_tile(const struct tile_plan *plan, int64_t head, int64_t firs
                 for (int i = 0; i < STEP; i++)
 #pragma GCC unroll 3
                     for (int v = 0; v < num_vectors; v++)
-                        sum[i][v] = multiply_add(sum[i][v], from + i, scores[t][v], is_bf16);
+                        sum[i][v] = multiply_add(sum[i][v], all_words(from[i]),
+                                                 (words)scores[t][v], is_bf16);
             }
 #pragma GCC unroll 8
             for (int i = 0; i < STEP; i++)
@@ -495,48 +334,462 @@ INLINE void attend_tile(const struct tile_plan *plan, int64_t head, int64_t firs
         }
     }
     for (int64_t j = 0; j < count; j++) {
-        int64_t vector = first + j, row = vector / group;
-        int64_t at = row * num_heads + head * group + vector % group;
-        float most = ((float *)softmax.most)[j], total = ((float *)softmax.total)[j];
-        float share = 1.0f / total;
-        for (int64_t d = 0; d < dim; d++) plan->out[at * dim + d] = ((float *)sums[d])[j] * share;
-        plan->lse[at] = (is_bf16 ? most * LN_2 : most) + logf(total);
+        float *state = heads->states + 2 * at[j], *sum = heads->sums + at[j] * dim;
+        float share = segment->is_last ? 1.0f / ((float *)softmax.total)[j] : 1.0f;
+        for (int64_t d = 0; d < dim; d++) sum[d] = ((float *)sums[d])[j] * share;
+        state[0] = ((float *)softmax.exponent)[j];
+        state[1] = ((float *)softmax.total)[j];
     }
 }
 
 /* As wide as the rest of the vectors needs. */
-INLINE void attend_narrow_tile(const struct tile_plan *plan, int64_t head, int64_t first,
-                               int64_t count, const int is_bf16) {
-    if (count <= VECTOR) attend_tile(plan, head, first, count, 1, is_bf16);
-    else if (count <= 2 * VECTOR) attend_tile(plan, head, first, count, 2, is_bf16);
-    else attend_tile(plan, head, first, count, MAX_VECTORS, is_bf16);
+INLINE void attend_narrow_tile(const struct heads *heads, const struct segment *segment,
+                               int64_t head, int64_t first, int64_t count, const int is_bf16) {
+    if (count <= VECTOR) attend_tile(heads, segment, head, first, count, 1, is_bf16);
+    else if (count <= 2 * VECTOR) attend_tile(heads, segment, head, first, count, 2, is_bf16);
+    else attend_tile(heads, segment, head, first, count, MAX_VECTORS, is_bf16);
 }
 
-/* Query rows rows[i] over the first seen[i] slots of `slots`. query [T, num_kv_heads * group, dim],
- * its rows `query_stride` floats apart, keys and values [num_slots, num_kv_heads, dim] of floats or
- * bfloat16, out [num_rows, num_kv_heads * group, dim], lse [num_rows, num_kv_heads * group]. dim is
- * a multiple of 8, 256 at most. */
+INLINE int64_t tile_width(int64_t num_vectors) {
+    if (num_vectors <= VECTOR) return VECTOR;
+    return num_vectors <= 2 * VECTOR ? 2 * VECTOR : MAX_VECTORS * VECTOR;
+}
+
+/* Segments of which no two have a row in common. Segment s is the rows first_rows[s] ...
+ * first_rows[s + 1] - 1 of `rows` and `seen`, over the slots from first_slots[s] on. query
+ * [T, num_kv_heads * group, dim], its rows `query_stride` floats apart, keys and values
+ * [num_slots, num_kv_heads, dim] of floats or bfloat16, dim a multiple of 8 and 256 at most; the
+ * rest as in the structures above. */
 void sapwood_attend_rows(const float *query, int64_t query_stride, const void *keys,
                          const void *values, int64_t is_bf16, const int64_t *rows,
-                         const int64_t *seen, const int64_t *slots, int64_t num_rows,
-                         int64_t num_kv_heads, int64_t group, int64_t dim, float scale, float *out,
-                         float *lse) {
-    struct tile_plan plan = {query,    keys,         values, rows, seen,  slots, query_stride,
-                             num_rows, num_kv_heads, group,  dim,  scale, out,   lse};
-    int64_t count = num_rows * group, width = VECTOR * MAX_VECTORS;
-    if (count <= VECTOR) width = VECTOR;
-    else if (count <= 2 * VECTOR) width = 2 * VECTOR;
-    int64_t num_blocks = (count + width - 1) / width;
+                         const int64_t *seen, const int64_t *slots, const int64_t *first_rows,
+                         const int64_t *first_slots, const int64_t *is_first, int64_t is_last,
+                         int64_t num_segments, int64_t num_kv_heads, int64_t group, int64_t dim,
+                         float scale, float *sums, float *states) {
+    const struct heads heads = heads_of(query, query_stride, keys, values, is_bf16, num_kv_heads,
+                                        group, dim, scale, sums, states);
+    int64_t num_tiles = 0;
+    for (int64_t s = 0; s < num_segments; s++) {
+        int64_t vectors = (first_rows[s + 1] - first_rows[s]) * group;
+        num_tiles += (vectors + tile_width(vectors) - 1) / tile_width(vectors);
+    }
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t b = num_blocks - 1; b >= 0; b--) { /* later rows see more: the longest first */
+    for (int64_t t = num_tiles - 1; t >= 0; t--) { /* later rows see more: the longest first */
         for (int64_t head = 0; head < num_kv_heads; head++) {
-            int64_t first = b * width, left = count - first < width ? count - first : width;
-            if (!is_bf16) attend_narrow_tile(&plan, head, first, left, 0);
+            int64_t tile = t, s = 0, vectors, width;
+            for (;; s++) {
+                vectors = (first_rows[s + 1] - first_rows[s]) * group;
+                width = tile_width(vectors);
+                int64_t here = (vectors + width - 1) / width;
+                if (tile < here) break;
+                tile -= here;
+            }
+            const struct segment segment = {rows + first_rows[s],  seen + first_rows[s],
+                                            slots + first_slots[s], first_rows[s + 1] - first_rows[s],
+                                            is_first[s],            is_last};
+            int64_t first = tile * width, left = vectors - first < width ? vectors - first : width;
+            if (!is_bf16) attend_narrow_tile(&heads, &segment, head, first, left, 0);
 #ifdef __AVX512BF16__
-            else attend_narrow_tile(&plan, head, first, left, 1);
+            else attend_narrow_tile(&heads, &segment, head, first, left, 1);
 #endif
         }
     }
+}
+
+/* ---- Single rows, each over tokens of its own ------------------------------------------------------
+ *
+ * Scores have a token in each lane, for which keys are transposed; results a dimension. Scores of
+ * other tokens and sums of other heads and dimensions can be had apart, so that threads share even
+ * one row. Keys and values of a block of tokens are used head by head, while the next block is
+ * fetched as it lies: memory is fast only where it is read in a row. */
+
+enum {
+    MAX_HEADS = 4,           /* query heads of a KV head whose scores and sums are in registers */
+    CHUNK_DIMS = 2 * VECTOR, /* dimensions likewise */
+    MAX_CUTS = 8,            /* of a head's dimensions among threads */
+    FEW = 8                  /* parts or blocks below which threads share them */
+};
+
+/* Part p is row rows[p] over the slots [first_slots[p], first_slots[p + 1]) of `slots`, the last
+ * that it sees; its blocks of TOKENS are first_blocks[p] ... first_blocks[p + 1] - 1 of `weights`
+ * [num_blocks, num_heads, TOKENS] and `exponents` [num_blocks, num_heads]. `running` [num_parts,
+ * num_heads, MAX_CUTS, 2] is what `states` is for rows, by dimensions. */
+struct tails {
+    const int64_t *rows, *is_first, *first_slots, *first_blocks, *slots;
+    int64_t num_parts, num_slots;
+    float *weights, *exponents, *running;
+};
+
+/* What is to be fetched from keys or values, two cache lines at a time. */
+struct fetch {
+    const word *tokens;
+    const int64_t *slot, *end;
+    int64_t token_stride, at;
+};
+
+INLINE void fetch_some(struct fetch *fetch) {
+    if (fetch->slot >= fetch->end) return;
+    const word *from = fetch->tokens + *fetch->slot * fetch->token_stride + fetch->at;
+    __builtin_prefetch(from);
+    __builtin_prefetch(from + 16);
+    fetch->at += 32;
+    if (fetch->at >= fetch->token_stride) {
+        fetch->at = 0;
+        fetch->slot++;
+    }
+}
+
+/* At most a block of tokens from place `first` of the slots on, before `end`. */
+INLINE struct fetch fetch_after(const struct tails *tails, int64_t first, int64_t end,
+                                const word *tokens, const struct heads *heads) {
+    if (end > first + TOKENS) end = first + TOKENS;
+    return (struct fetch){tokens, tails->slots + first, tails->slots + end, heads->token_stride, 0};
+}
+
+/* Lane j of vector i becomes lane i of vector j: within blocks of four lanes first. */
+INLINE void transpose(words *vectors) {
+#if defined(__GNUC__) && !defined(__clang__)
+    words lane, low, high;
+    for (int i = 0; i < VECTOR; i++) lane[i] = i;
+    low = (lane & ~3) + (lane & 3) / 2 + (lane & 1) * VECTOR;
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTOR; i += 2) {
+        words one = vectors[i], other = vectors[i + 1];
+        vectors[i] = __builtin_shuffle(one, other, low);
+        vectors[i + 1] = __builtin_shuffle(one, other, low + 2);
+    }
+    low = (lane & ~3) + (lane & 1) + (lane & 2) / 2 * VECTOR;
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTOR; i += 4) {
+        words a = vectors[i], b = vectors[i + 1], c = vectors[i + 2], d = vectors[i + 3];
+        vectors[i] = __builtin_shuffle(a, c, low);
+        vectors[i + 1] = __builtin_shuffle(a, c, low + 2);
+        vectors[i + 2] = __builtin_shuffle(b, d, low);
+        vectors[i + 3] = __builtin_shuffle(b, d, low + 2);
+    }
+#pragma GCC unroll 2
+    for (int apart = 4; apart < VECTOR; apart *= 2) {
+        words is_upper = (lane & apart) != 0;
+        low = lane + (is_upper & (VECTOR - apart));
+        high = lane + apart + (is_upper & (VECTOR - apart));
+#pragma GCC unroll 16
+        for (int i = 0; i < VECTOR; i++)
+            if ((i & apart) == 0) {
+                words one = vectors[i], other = vectors[i + apart];
+                vectors[i] = __builtin_shuffle(one, other, low);
+                vectors[i + apart] = __builtin_shuffle(one, other, high);
+            }
+    }
+#else
+    for (int i = 0; i < VECTOR; i++)
+        for (int j = 0; j < i; j++) {
+            int32_t kept = vectors[i][j];
+            vectors[i][j] = vectors[j][i];
+            vectors[j][i] = kept;
+        }
+#endif
+}
+
+/* scores [group][TOKENS] of two vectors of tokens, from their transposed keys [num_words][2]. */
+INLINE void score_tokens(word (*query)[MAX_HEAD_DIM], words (*keys)[2], int64_t num_words,
+                         const int group, float *scores, struct fetch *next, const int is_bf16) {
+    lanes sum[MAX_HEADS][2];
+#pragma GCC unroll 4
+    for (int g = 0; g < group; g++) sum[g][0] = sum[g][1] = (lanes){0};
+    for (int64_t w = 0; w < num_words; w++) {
+        fetch_some(next);
+#pragma GCC unroll 4
+        for (int g = 0; g < group; g++) {
+            words q = all_words(query[g][w]);
+            sum[g][0] = multiply_add(sum[g][0], keys[w][0], q, is_bf16);
+            sum[g][1] = multiply_add(sum[g][1], keys[w][1], q, is_bf16);
+        }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < group; g++) memcpy(scores + g * TOKENS, sum[g], sizeof sum[g]);
+}
+
+/* The weights of `length` scores, with zeros up to `padded`; returns their exponent. */
+INLINE float weigh_tokens(float *scores, int64_t length, int64_t padded, const int is_bf16) {
+    float most = -FLT_MAX;
+    for (int64_t t = length; t < padded; t++) scores[t] = UNSEEN;
+#pragma omp simd reduction(max : most)
+    for (int64_t t = 0; t < padded; t++) most = scores[t] > most ? scores[t] : most;
+    float exponent = floorf(most);
+#ifdef __AVX512BF16__
+    if (is_bf16) {
+        for (int64_t t = 0; t < padded; t += VECTOR)
+            _mm512_storeu_ps(scores + t,
+                             exp2_over(_mm512_loadu_ps(scores + t), _mm512_set1_ps(exponent)));
+        return exponent;
+    }
+#endif
+    (void)is_bf16;
+#pragma omp simd
+    for (int64_t t = 0; t < padded; t++) scores[t] = weight_of(scores[t], exponent);
+    return exponent;
+}
+
+/* Block `block` of part p for the query heads of KV heads [first_head, end_head). */
+INLINE void score_block(const struct heads *heads, const struct tails *tails, int64_t p,
+                        int64_t block, int64_t first_head, int64_t end_head, const int is_bf16) {
+    const int64_t group = heads->group, num_words = heads->num_words;
+    int64_t first = tails->first_slots[p] + (block - tails->first_blocks[p]) * TOKENS;
+    int64_t length = tails->first_slots[p + 1] - first;
+    if (length > TOKENS) length = TOKENS;
+    int64_t padded = (length + 2 * VECTOR - 1) / (2 * VECTOR) * (2 * VECTOR);
+    struct fetch next = fetch_after(tails, first + length, tails->num_slots, heads->keys, heads);
+    words keys[MAX_HEAD_DIM][2];
+    word query[MAX_HEADS][MAX_HEAD_DIM];
+    const word *key[TOKENS];
+    for (int64_t t = 0; t < padded; t++) {
+        int64_t slot = tails->slots[first + (t < length ? t : length - 1)];
+        key[t] = heads->keys + slot * heads->token_stride;
+    }
+    for (int64_t head = first_head; head < end_head; head++) {
+        int64_t place = (block * heads->num_kv_heads + head) * group;
+        float *weights = tails->weights + place * TOKENS;
+        for (int64_t t = 0; t < length; t += 2 * VECTOR) {
+            for (int i = 0; i < 2; i++)
+                for (int64_t w = 0; w < num_words; w += VECTOR) {
+                    words vectors[VECTOR];
+#pragma GCC unroll 16
+                    for (int j = 0; j < VECTOR; j++)
+                        vectors[j] = load_words(
+                            key[t + i * VECTOR + j] + head * num_words + w, num_words - w);
+                    transpose(vectors);
+#pragma GCC unroll 16
+                    for (int j = 0; j < VECTOR; j++) keys[w + j][i] = vectors[j];
+                }
+            for (int64_t g = 0; g < group; g += MAX_HEADS) {
+                int64_t size = group - g < MAX_HEADS ? group - g : MAX_HEADS;
+                if (t == 0 || group > MAX_HEADS)
+                    for (int64_t i = 0; i < size; i++)
+                        load_query(heads, tails->rows[p], head * group + g + i, query[i], is_bf16);
+                float *s = weights + g * TOKENS + t;
+                switch (size) {
+                    case 1: score_tokens(query, keys, num_words, 1, s, &next, is_bf16); break;
+                    case 2: score_tokens(query, keys, num_words, 2, s, &next, is_bf16); break;
+                    case 3: score_tokens(query, keys, num_words, 3, s, &next, is_bf16); break;
+                    default: score_tokens(query, keys, num_words, MAX_HEADS, s, &next, is_bf16);
+                }
+            }
+        }
+        for (int64_t g = 0; g < group; g++)
+            tails->exponents[place + g] =
+                weigh_tokens(weights + g * TOKENS, length, padded, is_bf16);
+    }
+}
+
+/* to = the words of `padded` weights, times a factor. */
+INLINE void load_weights(const float *weights, int64_t padded, float factor, word *to,
+                         const int is_bf16) {
+#ifdef __AVX512BF16__
+    if (is_bf16) {
+        for (int64_t t = 0; t < padded; t += VECTOR) {
+            __m512 scaled = _mm512_loadu_ps(weights + t) * _mm512_set1_ps(factor);
+            __m256i pairs = (__m256i)_mm512_cvtneps_pbh(scaled);
+            _mm256_storeu_si256((__m256i *)(to + t / 2), _mm256_rol_epi32(pairs, 16));
+        }
+        return;
+    }
+#endif
+    (void)is_bf16;
+    for (int64_t t = 0; t < padded; t++) {
+        float scaled = weights[t] * factor;
+        memcpy(to + t, &scaled, sizeof scaled);
+    }
+}
+
+/* Two vectors of value words from word w on, of token t and, in bfloat16, the next. */
+struct value_words { words low, high; };
+INLINE struct value_words load_values(const word *const *value, int64_t t, int64_t w,
+                                      int64_t num_words, const int is_bf16) {
+#ifdef __AVX512BF16__
+    if (is_bf16) {
+        struct chunks both = interleave((__m512i)load_words(value[2 * t] + w, num_words - w),
+                                        (__m512i)load_words(value[2 * t + 1] + w, num_words - w));
+        return (struct value_words){(words)both.low, (words)both.high};
+    }
+#endif
+    (void)is_bf16;
+    return (struct value_words){load_words(value[t] + w, num_words - w),
+                                load_words(value[t] + w + VECTOR, num_words - w - VECTOR)};
+}
+
+/* sums [group][dim] * before + the weighted values of dimensions d ... d + CHUNK_DIMS - 1; if asked
+ * for, the same for the sum of the weights, total [group]. */
+INLINE void add_values(const word *const *value, int64_t d, int64_t dim, int64_t num_words,
+                       int64_t num_steps, word (*weights)[TOKENS], const float *before,
+                       const int group, float *sums, float *totals, struct fetch *next,
+                       const int with_total, const int is_bf16) {
+    const words ones = all_words(is_bf16 ? 0x3f803f80 : 0x3f800000); /* 1.0 twice, or once */
+    const int64_t w = is_bf16 ? d / 2 : d;
+    lanes sum[MAX_HEADS][2], total[MAX_HEADS];
+#pragma GCC unroll 4
+    for (int g = 0; g < group; g++) {
+        const word *from = (const word *)sums + g * dim + d;
+        sum[g][0] = (lanes)load_words(from, dim - d) * before[g];
+        sum[g][1] = (lanes)load_words(from + VECTOR, dim - d - VECTOR) * before[g];
+        if (with_total) total[g] = (lanes){0} + totals[g] * before[g];
+    }
+    for (int64_t t = 0; t < num_steps; t++) {
+        struct value_words both = load_values(value, t, w, num_words, is_bf16);
+        fetch_some(next);
+#pragma GCC unroll 4
+        for (int g = 0; g < group; g++) {
+            words weight = all_words(weights[g][t]);
+            sum[g][0] = multiply_add(sum[g][0], both.low, weight, is_bf16);
+            sum[g][1] = multiply_add(sum[g][1], both.high, weight, is_bf16);
+            if (with_total) total[g] = multiply_add(total[g], ones, weight, is_bf16);
+        }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < group; g++) {
+        word *to = (word *)sums + g * dim + d;
+        store_words((words)sum[g][0], to, dim - d);
+        store_words((words)sum[g][1], to + VECTOR, dim - d - VECTOR);
+        if (with_total) totals[g] = total[g][0];
+    }
+}
+
+/* What a thread sums up: the dimensions [first_dim, end_dim) of KV heads [first_head, end_head). */
+struct share {
+    int64_t first_head, end_head, first_dim, end_dim;
+};
+
+/* Block `block` of part p, `length` tokens from place `first` of the slots on, for query heads g
+ * ... g + group - 1 of KV head `head`. */
+INLINE void sum_block(const struct heads *heads, const struct tails *tails, int64_t p,
+                      int64_t block, const word *const *value, int64_t length, int64_t head,
+                      int64_t g, const int group, const struct share *share, struct fetch *next,
+                      const int is_bf16) {
+    const int64_t dim = heads->dim, num_words = heads->num_words;
+    int64_t num_heads = heads->num_kv_heads * heads->group, at = head * heads->group + g;
+    int64_t padded = (length + 2 * VECTOR - 1) / (2 * VECTOR) * (2 * VECTOR);
+    int64_t num_steps = is_bf16 ? (length + 1) / 2 : length;
+    int64_t place = block * num_heads + at;
+    float *sums = heads->sums + (tails->rows[p] * num_heads + at) * dim;
+    float *running =
+        tails->running + ((p * num_heads + at) * MAX_CUTS + share->first_dim / CHUNK_DIMS) * 2;
+    word weights[MAX_HEADS][TOKENS];
+    float before[MAX_HEADS], totals[MAX_HEADS];
+    for (int i = 0; i < group; i++) {
+        float *state = running + i * MAX_CUTS * 2;
+        float of_block = tails->exponents[place + i];
+        float now = of_block > state[0] ? of_block : state[0];
+        before[i] = power_of_two(state[0] - now);
+        state[0] = now;
+        totals[i] = state[1];
+        load_weights(tails->weights + (place + i) * TOKENS, padded, power_of_two(of_block - now),
+                     weights[i], is_bf16);
+    }
+    int64_t d = share->first_dim;
+    add_values(value, d, dim, num_words, num_steps, weights, before, group, sums, totals, next, 1,
+               is_bf16);
+    for (d += CHUNK_DIMS; d < share->end_dim; d += CHUNK_DIMS)
+        add_values(value, d, dim, num_words, num_steps, weights, before, group, sums, totals, next,
+                   0, is_bf16);
+    for (int i = 0; i < group; i++) running[i * MAX_CUTS * 2 + 1] = totals[i];
+}
+
+/* A share of part p's result. Values up to place `end_fetch` of the slots are fetched ahead. */
+INLINE void sum_part(const struct heads *heads, const struct tails *tails, int64_t p,
+                     const struct share *share, int64_t end_fetch, const int is_bf16) {
+    static const word zeros[MAX_HEAD_DIM];
+    const int64_t group = heads->group, dim = heads->dim, num_words = heads->num_words;
+    int64_t num_heads = heads->num_kv_heads * group;
+    int64_t first_of_row = tails->rows[p] * num_heads, cut = share->first_dim / CHUNK_DIMS;
+    int64_t first_head = share->first_head * group, end_head = share->end_head * group;
+    for (int64_t h = first_head; h < end_head; h++) {
+        const float *state = heads->states + 2 * (first_of_row + h);
+        float *running = tails->running + ((p * num_heads + h) * MAX_CUTS + cut) * 2;
+        running[0] = tails->is_first[p] ? -FLT_MAX : state[0];
+        running[1] = tails->is_first[p] ? 0.0f : state[1];
+        if (tails->is_first[p])
+            memset(heads->sums + (first_of_row + h) * dim + share->first_dim, 0,
+                   (size_t)(share->end_dim - share->first_dim) * sizeof(float));
+    }
+    int64_t block = tails->first_blocks[p];
+    for (int64_t first = tails->first_slots[p]; first < tails->first_slots[p + 1];
+         first += TOKENS, block++) {
+        int64_t length = tails->first_slots[p + 1] - first;
+        if (length > TOKENS) length = TOKENS;
+        struct fetch next = fetch_after(tails, first + length, end_fetch, heads->values, heads);
+        for (int64_t head = share->first_head; head < share->end_head; head++) {
+            const word *value[TOKENS + 1];
+            for (int64_t t = 0; t < length; t++)
+                value[t] = heads->values + tails->slots[first + t] * heads->token_stride +
+                           head * num_words;
+            value[length] = zeros; /* beside an odd last one */
+            for (int64_t g = 0; g < group; g += MAX_HEADS)
+                switch (group - g) {
+#define CASE(LABEL, G)                                                                       \
+    LABEL : sum_block(heads, tails, p, block, value, length, head, g, G, share, &next, is_bf16); \
+        break;
+                    CASE(case 1, 1) CASE(case 2, 2) CASE(case 3, 3) CASE(default, MAX_HEADS)
+#undef CASE
+                }
+        }
+    }
+    for (int64_t h = first_head; h < end_head; h++) {
+        float *sums = heads->sums + (first_of_row + h) * dim;
+        float scale = 1.0f / tails->running[((p * num_heads + h) * MAX_CUTS + cut) * 2 + 1];
+        for (int64_t d = share->first_dim; d < share->end_dim; d++) sums[d] *= scale;
+    }
+}
+
+INLINE void attend_tails(const struct heads *heads, const struct tails *tails,
+                         const int is_bf16) {
+    const int64_t num_kv_heads = heads->num_kv_heads, dim = heads->dim;
+    const int64_t num_parts = tails->num_parts, num_blocks = tails->first_blocks[num_parts];
+    int64_t step = num_blocks < FEW ? 1 : num_kv_heads;
+    int64_t num_cuts = num_parts * num_kv_heads < FEW ? (dim + CHUNK_DIMS - 1) / CHUNK_DIMS : 1;
+    int64_t dims = num_cuts == 1 ? dim : CHUNK_DIMS;
+#pragma omp parallel
+    {
+        int64_t p = 0;
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t block = 0; block < num_blocks; block++)
+            for (int64_t head = 0; head < num_kv_heads; head += step) {
+                while (block >= tails->first_blocks[p + 1]) p++;
+                score_block(heads, tails, p, block, head, head + step, is_bf16);
+            }
+        if (num_parts < FEW) {
+#pragma omp for collapse(3) schedule(dynamic, 1)
+            for (int64_t part = 0; part < num_parts; part++)
+                for (int64_t head = 0; head < num_kv_heads; head++)
+                    for (int64_t cut = 0; cut < num_cuts; cut++) {
+                        int64_t d = cut * dims, end = d + dims < dim ? d + dims : dim;
+                        const struct share share = {head, head + 1, d, end};
+                        sum_part(heads, tails, part, &share, tails->first_slots[part + 1], is_bf16);
+                    }
+        } else {
+            const struct share all = {0, num_kv_heads, 0, dim};
+#pragma omp for schedule(static)
+            for (int64_t part = 0; part < num_parts; part++)
+                sum_part(heads, tails, part, &all, tails->num_slots, is_bf16);
+        }
+    }
+}
+
+/* The last tokens that single rows see; see struct tails, and sapwood_attend_rows for the rest. */
+void sapwood_attend_tails(const float *query, int64_t query_stride, const void *keys,
+                          const void *values, int64_t is_bf16, const int64_t *rows,
+                          const int64_t *is_first, const int64_t *first_slots,
+                          const int64_t *first_blocks, const int64_t *slots, int64_t num_parts,
+                          int64_t num_kv_heads, int64_t group, int64_t dim, float scale,
+                          float *sums, float *states, float *weights, float *exponents,
+                          float *running) {
+    const struct heads heads = heads_of(query, query_stride, keys, values, is_bf16, num_kv_heads,
+                                        group, dim, scale, sums, states);
+    const struct tails tails = {rows,      is_first,  first_slots,            first_blocks,
+                                slots,     num_parts, first_slots[num_parts], weights,
+                                exponents, running};
+    if (!is_bf16) attend_tails(&heads, &tails, 0);
+#ifdef __AVX512BF16__
+    else attend_tails(&heads, &tails, 1);
+#endif
 }
 
 /* Whether the functions above take bfloat16, which they do nothing with elsewhere. */

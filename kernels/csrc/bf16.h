@@ -20,9 +20,8 @@ INLINE uint16_t bf16_of_float(float x) {
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 
-enum { CHUNK = 32 }; /* bfloat16 in a vector */
-
-/* sum + the products of each lane's two numbers with the other's. */
+/* sum + the products of each lane's two numbers with the other's, the upper half's first, each
+ * rounded. */
 INLINE __m512 add_pairs(__m512 sum, __m512i one, __m512i other) {
     return _mm512_dpbf16_ps(sum, (__m512bh)one, (__m512bh)other);
 }
@@ -32,12 +31,13 @@ INLINE __m512 add_both(__m512 sum, __m512i pairs) {
     return add_pairs(sum, pairs, _mm512_set1_epi32(0x3f803f80)); /* twice 1.0 */
 }
 
-/* The rounded numbers of `one` and `other`, those of a lane side by side, one's first. */
+/* The rounded numbers of `one` and `other`, those of a lane side by side, one's in the upper half:
+ * the processor adds the upper product first. */
 INLINE __m512i round_to_pairs(__m512 one, __m512 other) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
                                            24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
                                            16, 0);
-    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(other, one));
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(one, other));
 }
 
 /* rounded = x * scale for a multiple of 8 numbers. */
@@ -48,53 +48,32 @@ INLINE void round_scaled(const float *x, float scale, int64_t n, void *rounded) 
     }
 }
 
-/* The lanes of a row's chunk from number `at` that lie within its n numbers, an even number. */
-INLINE __mmask16 lanes_of_chunk(int64_t at, int64_t n) {
-    return (__mmask16)(n - at >= CHUNK ? 0xffff : (1u << (n - at) / 2) - 1);
-}
-
 struct chunks { __m512i low, high; };
 
-/* Two rows' chunks number beside number: low holds the first 16 of each, high the others. */
+/* Two rows' 32 numbers side by side, one's in the upper half: low holds the first 16 of each, high
+ * the others. */
 INLINE struct chunks interleave(__m512i one, __m512i other) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    return (struct chunks){_mm512_permutex2var_epi16(one, low, other),
-                           _mm512_permutex2var_epi16(one, high, other)};
+    return (struct chunks){_mm512_permutex2var_epi16(other, low, one),
+                           _mm512_permutex2var_epi16(other, high, one)};
 }
 
-/* 2^x for x <= 0: 2^floor(x) times a polynomial in the rest. It is off by 2^-18 at most, where
- * rounding to bfloat16 is by 2^-9, and exact at 0; 2^-inf is 0, and NaN stays NaN. */
-INLINE __m512 exp2_of_nonpositive(__m512 x) {
-    __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+INLINE __m512 floor_of(__m512 x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+/* 2^(x - whole) for a whole number: a polynomial in what x lies above its floor, and an exponent, so
+ * that the same bits come of any `whole`. It is off by 2^-18 at most, where rounding to bfloat16 is
+ * by 2^-9, and exact for a whole x; of NaN and infinities it is NaN. */
+INLINE __m512 exp2_over(__m512 x, __m512 whole) {
+    __m512 floor = floor_of(x), rest = _mm512_sub_ps(x, floor);
     __m512 p = _mm512_set1_ps(0.0135557472f);
     p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.0520323690f));
     p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.241379763f));
     p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(0.693032121f));
     p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, x);
-}
-
-/* Lane i is the sum of vectors[i]. */
-INLINE __m512 sums_of_16(const __m512 *vectors) {
-    __m512 by_2[8], by_4[4], by_8[2];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        __m512 x = vectors[2 * i], y = vectors[2 * i + 1];
-        by_2[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        __m512d x = (__m512d)by_2[2 * i], y = (__m512d)by_2[2 * i + 1];
-        by_4[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(x, y), (__m512)_mm512_unpackhi_pd(x, y));
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        __m512 x = by_4[2 * i], y = by_4[2 * i + 1];
-        by_8[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
-    }
-    return _mm512_add_ps(_mm512_shuffle_f32x4(by_8[0], by_8[1], 0x88),
-                         _mm512_shuffle_f32x4(by_8[0], by_8[1], 0xdd));
+    return _mm512_scalef_ps(p, _mm512_sub_ps(floor, whole));
 }
 #endif

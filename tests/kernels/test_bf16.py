@@ -292,7 +292,8 @@ def test_scores_far_below_the_highest_count_for_nothing(kernels: CpuKernels) -> 
         best = torch.einsum("kgd,lkd->kgl", query.double(), key.double()).argmax(dim=-1)
         heads = torch.arange(step.spec.num_kv_heads).unsqueeze(1)
         actual = step.attend(kernels)[-1].view(query.shape)
-        assert torch.equal(actual, value[best, heads])
+        # The best token's weight is divided by itself, which rounds twice.
+        torch.testing.assert_close(actual, value[best, heads], atol=0.0, rtol=3e-7)
 
 
 def test_written_keys_are_rounded_as_torch_rounds(kernels: CpuKernels) -> None:

@@ -1,0 +1,149 @@
+"""A row's attention has the same bits however its tokens are cut into segments and its rows into
+steps: what keeps answers the same whatever is cached."""
+
+import ctypes
+import platform
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sapwood.kernels.cpu import CpuKernels
+from sapwood.kernels.interface import KVCache, KVCacheSpec
+from sapwood.kernels.native import Native, build
+from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+FLAGS = {"own": [], "avx2": ["-march=x86-64-v3"], "plain": ["-march=x86-64-v2"]}
+WAYS = list(FLAGS) if platform.machine() == "x86_64" else ["own"]
+NUM_KV_HEADS = 2
+# Odd blocks cut between two tokens whose bfloat16 values are multiplied together.
+SHAPES = [(16, 3, 64), (1, 1, 40), (3, 2, 80), (5, 5, 8), (16, 4, 128), (64, 9, 64)]
+
+
+@pytest.fixture(params=WAYS)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    assert COMPILER is not None
+    if request.param == "avx2" and torch.cpu.get_capabilities().get("avx2") is False:
+        pytest.skip("this processor has no AVX2")
+    library = ctypes.CDLL(str(build(COMPILER, FLAGS[request.param])))
+
+    class Kernels(CpuKernels):
+        @staticmethod
+        def _load() -> Native:
+            return Native(library)
+
+    return Kernels()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """A sequence in the cache, and queries of its last `len(query)` positions."""
+
+    kernels: CpuKernels
+    kv: KVCache
+    blocks: NDArray[np.int32]
+    query: Tensor
+    length: int
+
+    def attend(self, cuts: list[int], first: int, end: int) -> Tensor:
+        """Query rows [first, end) as one step: shared segments between the cuts, then private."""
+        block_size, num_rows = self.kv.spec.block_size, end - first
+        before = self.length - len(self.query) + first
+        bounds = [0, *(cut for cut in cuts if cut <= before)]
+        start, stop = bounds[-1], before + num_rows
+        plan = AttentionPlan(
+            num_rows=num_rows,
+            block_size=block_size,
+            shared=tuple(
+                SharedSegment(
+                    block_ids=self.blocks[low // block_size : high // block_size],
+                    start=low,
+                    length=high - low,
+                    rows=np.arange(num_rows, dtype=np.int32),
+                )
+                for low, high in zip(bounds, bounds[1:], strict=False)
+            ),
+            private=(
+                PrivateSegment(
+                    block_ids=self.blocks[start // block_size : -(-stop // block_size)],
+                    start=start,
+                    length=stop - start,
+                    first_row=0,
+                    num_rows=num_rows,
+                ),
+            ),
+        )
+        plan.check()
+        prepared = self.kernels.plan_attention(plan, self.kv.spec)
+        return self.kernels.attention(self.query[first:end], self.kv, 0, prepared, 0.125)
+
+
+def sequence(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    num_rows: int,
+    spread: float,
+) -> Sequence:
+    block_size, group, head_dim = shape
+    length = 330
+    num_blocks = -(-length // block_size)
+    spec = KVCacheSpec(
+        num_layers=1,
+        num_blocks=num_blocks + 2,
+        block_size=block_size,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    kv = kernels.make_kv_cache(spec)
+    generator = torch.Generator().manual_seed(num_rows)
+    kv.keys.copy_(torch.randn(kv.keys.shape, generator=generator))
+    kv.values.copy_(torch.randn(kv.values.shape, generator=generator) + 0.5)
+    query = torch.randn(num_rows, NUM_KV_HEADS * group, head_dim, generator=generator) * spread
+    blocks = np.random.default_rng(num_rows).permutation(num_blocks + 2).astype(np.int32)
+    return Sequence(kernels=kernels, kv=kv, blocks=blocks[:num_blocks], query=query, length=length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_rows", "spread"), [(1, 1.0), (7, 10.0), (60, 3.0)])
+def test_bits_do_not_depend_on_the_cut(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    num_rows: int,
+    spread: float,
+) -> None:
+    block_size, _, head_dim = shape
+    if kernels.kv_dtype(dtype, head_dim) != dtype or not kernels._attends_natively(dtype, head_dim):
+        pytest.skip("this processor does not multiply bfloat16")
+    whole = sequence(kernels, dtype, shape, num_rows, spread)
+    expected = whole.attend([], 0, num_rows)
+    assert expected.isfinite().all()
+    random = np.random.default_rng(len(shape) + num_rows)
+    last = (whole.length - num_rows) // block_size
+    for num_cuts in (1, 2, 4):
+        places = random.integers(1, last + 1, size=num_cuts)
+        cuts = sorted({int(place) * block_size for place in places})
+        middle = int(random.integers(0, num_rows))
+        steps = sorted({0, middle, num_rows})
+        parts = [whole.attend(cuts, a, b) for a, b in zip(steps, steps[1:], strict=False)]
+        assert torch.equal(torch.cat(parts), expected)
+        alone = whole.attend(cuts, num_rows - 1, num_rows)
+        assert torch.equal(alone, expected[-1:])
+
+
+def test_what_is_equal_above_is_not_for_lack_of_difference(kernels: CpuKernels) -> None:
+    whole = sequence(kernels, torch.float32, SHAPES[0], 7, 3.0)
+    expected = whole.attend([], 0, 7)
+    whole.kv.values[0, whole.blocks[3] * 16] += 1e-3
+    assert not torch.equal(whole.attend([], 0, 7), expected)
