@@ -64,8 +64,8 @@ from workloads import Job, WorkloadBuilder
 
 from sapwood import Engine, SamplingParams
 from sapwood.kernels import load_kernels
-from sapwood.kernels.int8 import GROUP, Int8Projection
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.projections import GROUP, Int8Projection
 from sapwood.runtime.build import EngineInfo
 from sapwood.runtime.model_config import ModelConfig, read_model_config
 from sapwood.runtime.model_runner import ModelRunner

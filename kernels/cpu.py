@@ -1,4 +1,4 @@
-"""The kernels for CPUs: torch's matrix products, and the rest in C where there is a compiler.
+"""The kernels for CPUs: in C where there is a compiler, else torch's operations.
 
 With native code (csrc/) attention is few calls a step and layer, each of which goes on where the
 ones before left a row, from the root of the tree to the row's own tokens:
@@ -45,7 +45,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from sapwood.kernels import int8
 from sapwood.kernels.interface import KVCache, KVCacheSpec
 from sapwood.kernels.native import (
     TOKENS_PER_BLOCK,
@@ -54,6 +53,13 @@ from sapwood.kernels.native import (
     RowSegments,
     Tails,
     load,
+)
+from sapwood.kernels.projections import (
+    Float32Projection,
+    Int8Projection,
+    linear,
+    pack_float32,
+    pack_int8,
 )
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
 
@@ -217,11 +223,10 @@ class CpuKernels:
     ) -> Tensor:
         key, value = kv.keys[layer], kv.values[layer]
         if isinstance(prepared, NativeAttention):
-            assert self._native is not None, "planned by other kernels"
             fits = self._attends_natively(key.dtype, key.shape[2])
             if not fits or query.dtype not in (torch.float32, key.dtype):
                 raise TypeError(_unlike(query, key))
-            return _attend_natively(self._native, prepared, query, key, value, scale)
+            return _attend_natively(self._own_native(), prepared, query, key, value, scale)
         if not isinstance(prepared, TorchAttention):
             raise TypeError(f"expected a prepared attention, got {type(prepared).__name__}")
         if query.dtype != key.dtype:
@@ -261,19 +266,20 @@ class CpuKernels:
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
     ) -> object:
-        if self._quantize and self._native is not None:
-            return int8.pack(self._native, weight, bias, num_planes=2 if is_last else 1)
-        # oneDNN's blocked layout of float32 weights: 1.1 to 1.3 times as fast as plain ones from
-        # 32 rows up, 2 times at 1 to 8 rows (2 threads, AVX-512).
-        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        if weight.dtype == torch.float32 and has_onednn:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        if self._native is not None and self._quantize:
+            return pack_int8(self._native, weight, bias, num_planes=2 if is_last else 1)
+        if weight.dtype == torch.float32:
+            if self._native is not None:
+                return pack_float32(self._native, weight, bias)
+            # oneDNN's blocked layout: 1.1 to 1.3 times as fast as plain weights from 32 rows up, 2
+            # times at 1 to 8 rows (2 threads, AVX-512).
+            if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+                weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         return _Projection(weight, bias)
 
     def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
-        if isinstance(packed, int8.Int8Projection):
-            assert self._native is not None, "packed by other kernels"
-            return int8.linear(self._native, x, packed, residual)
+        if isinstance(packed, (Float32Projection, Int8Projection)):
+            return linear(self._own_native(), x, packed, residual)
         if not isinstance(packed, _Projection):
             raise TypeError(f"expected a packed Projection, got {type(packed).__name__}")
         if not packed.weight.is_mkldnn:
@@ -287,16 +293,18 @@ class CpuKernels:
         return out if residual is None else out.add_(residual)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, packed: object) -> Tensor:
-        if isinstance(packed, int8.Int8Projection):
-            assert self._native is not None, "packed by other kernels"
-            return int8.linear(self._native, x, packed, None, norm=(weight, eps))
+        if isinstance(packed, (Float32Projection, Int8Projection)):
+            return linear(self._own_native(), x, packed, None, norm=(weight, eps))
         return self.linear(self.rms_norm(x, weight, eps), packed)
 
     def gated_linear(self, gate_up: Tensor, packed: object, residual: Tensor) -> Tensor:
-        if isinstance(packed, int8.Int8Projection):
-            assert self._native is not None, "packed by other kernels"
-            return int8.linear(self._native, gate_up, packed, residual, is_gated=True)
+        if isinstance(packed, (Float32Projection, Int8Projection)):
+            return linear(self._own_native(), gate_up, packed, residual, is_gated=True)
         return self.linear(self.silu_and_mul(gate_up), packed, residual)
+
+    def _own_native(self) -> Native:
+        assert self._native is not None, "packed or planned by other kernels"
+        return self._native
 
 
 class TorchCpuKernels(CpuKernels):

@@ -44,18 +44,19 @@ _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
 _MAX_CUTS = 8  # likewise
 TOKENS_PER_BLOCK = 128  # TOKENS of attention.c
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ROWS = (_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT)  # x, norm, eps, is_gated, rows, inputs
 _HEADS = (_POINTER, _INT, _POINTER, _POINTER, _INT)  # query, its stride, keys, values, is_bf16
 _SIGNATURES = MappingProxyType(
     {
         "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
+        "float32_num_floats": (_INT, _INT),
+        "float32_pack": (_POINTER, _INT, _INT, _POINTER),
+        "float32_linear": (*_ROWS, _POINTER, _INT, *(_POINTER,) * 3),
         "int8_num_bits": (_POINTER, _INT, _INT),
         "int8_num_bytes": (_INT, _INT, _INT),
         "int8_pack": (_POINTER, _INT, _INT, _INT, _POINTER),
         "int8_unpack": (_POINTER, _INT, _INT, _INT, _POINTER),
-        "int8_linear": (
-            *(_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT),
-            *(_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER),
-        ),
+        "int8_linear": (*_ROWS, _POINTER, *(_INT,) * 3, *(_POINTER,) * 3),
         "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
         "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
@@ -64,7 +65,16 @@ _SIGNATURES = MappingProxyType(
         "has_bf16": (),
     }
 )
-_WITH_RESULT = frozenset({"int8_num_bits", "int8_num_bytes", "int8_linear", "has_bf16"})
+_WITH_RESULT = frozenset(
+    {
+        "float32_num_floats",
+        "float32_linear",
+        "int8_num_bits",
+        "int8_num_bytes",
+        "int8_linear",
+        "has_bf16",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +136,9 @@ class Native:
             functions.append(function)
         (
             self._rms_norm,
+            self._float32_num_floats,
+            self._float32_pack,
+            self._float32_linear,
             self._int8_num_bits,
             self._int8_num_bytes,
             self._int8_pack,
@@ -146,6 +159,35 @@ class Native:
         rows, n = x.shape
         self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
         return out
+
+    def float32_pack(self, weight: Tensor) -> Tensor:
+        """weight [out, in] in the layout of float32.c."""
+        packed = torch.empty(self._float32_num_floats(*weight.shape))
+        self._float32_pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        return packed
+
+    def float32_linear(
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float] | None,
+        is_gated: bool,
+        num_inputs: int,
+        packed: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Fill out [rows, out]; see float32.c. `norm` is a weight [in] and an epsilon."""
+        status = self._float32_linear(
+            *_rows(x, norm, is_gated, num_inputs),
+            packed.data_ptr(),
+            out.shape[1],
+            None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        )
+        if status:
+            raise MemoryError(f"no memory to prepare {len(x)} rows of {num_inputs} inputs")
 
     def int8_num_bits(self, weight: Tensor) -> int:
         """4 where weight [out, in] loses nothing by it, else 8."""
@@ -177,12 +219,7 @@ class Native:
     ) -> None:
         """Fill out [rows, out]; see int8.c. `norm` is a weight [in] and an epsilon."""
         status = self._int8_linear(
-            x.data_ptr(),
-            None if norm is None else norm[0].data_ptr(),
-            0.0 if norm is None else norm[1],
-            is_gated,
-            len(x),
-            num_inputs,
+            *_rows(x, norm, is_gated, num_inputs),
             packed.data_ptr(),
             num_bits,
             out.shape[1],
@@ -310,6 +347,13 @@ class Native:
             exponents.data_ptr(),
             running.data_ptr(),
         )
+
+
+def _rows(
+    x: Tensor, norm: tuple[Tensor, float] | None, is_gated: bool, num_inputs: int
+) -> tuple[int, int | None, float, bool, int, int]:
+    weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+    return x.data_ptr(), weight, eps, is_gated, len(x), num_inputs
 
 
 def _heads(query: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int, int, bool]:

@@ -26,7 +26,7 @@ class ModelOptions:
 
     model: str = "smollm2"  # a known name, a folder, a .gguf file or a hub id
     dtype: str = "auto"  # float32, bfloat16, float16; auto: float32 on a CPU, else the checkpoint's
-    quantize: str = "none"  # int8: projections, on a CPU; auto: if predictions hardly move; none
+    quantize: str = "auto"  # int8: projections, on a CPU; auto: if predictions hardly move; none
     load_format: str = "auto"  # auto, dummy (random weights from the folder's config)
     device: str = "auto"  # cpu, cuda
     kernels: str = "auto"  # a name from sapwood.kernels.KERNELS

@@ -25,11 +25,10 @@ enum {
     MAX_HEAD_DIM = 256
 };
 #ifdef __AVX512F__
-enum { VECTOR = 16, STEP = 8, MAX_VECTORS = 3 };
+enum { STEP = 8, MAX_VECTORS = 3 };
 #else
-enum { VECTOR = 8, STEP = 4, MAX_VECTORS = 2 };
+enum { STEP = 4, MAX_VECTORS = 2 };
 #endif
-typedef float lanes __attribute__((vector_size(VECTOR * 4)));
 
 /* A float, or two bfloat16 that are multiplied with the two in another word: neighbouring
  * dimensions of a key or query; the same dimension of two tokens' values, or two tokens' weights,

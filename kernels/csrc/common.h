@@ -10,6 +10,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Floats that are computed with at once. */
+#ifdef __AVX512F__
+enum { VECTOR = 16 };
+#else
+enum { VECTOR = 8 };
+#endif
+typedef float lanes __attribute__((vector_size(VECTOR * 4)));
+
 enum { GRAIN = 16384 }; /* elements below which a second thread costs more than it brings */
 
 /* exp(x) for x <= 0 to 2 units in the last place: x = n ln 2 + r, |r| <= ln 2 / 2, and a Taylor
@@ -51,4 +59,12 @@ INLINE void gate_row(const float *gate_up, int64_t n, float *out) {
         float share = (x < 0.0f ? e : 1.0f) / (1.0f + e);
         out[j] = x * share * up[j];
     }
+}
+
+/* Row i of what a projection multiplies, n inputs: of x [rows, n], normed if there is a weight for
+ * it, or if `is_gated` of gate and up in x [rows, 2 n]. */
+INLINE void prepare_row(const float *x, const float *norm_weight, float eps, int64_t is_gated,
+                        int64_t i, int64_t n, float *out) {
+    if (is_gated) gate_row(x + 2 * i * n, n, out);
+    else norm_row(x + i * n, norm_weight, eps, n, out);
 }

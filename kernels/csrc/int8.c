@@ -385,8 +385,10 @@ int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps,
         for (int64_t i = 0; i < rows; i++) {
             float *own = own_rows + omp_get_thread_num() * n;
             const float *row = x + i * n;
-            if (norm_weight) norm_row(row, norm_weight, eps, n, own), row = own;
-            if (is_gated) gate_row(x + 2 * i * n, n, own), row = own;
+            if (norm_weight || is_gated) {
+                prepare_row(x, norm_weight, eps, is_gated, i, n, own);
+                row = own;
+            }
             int8_t *to = values + i * row_bytes;
             if (planes == 2) round_row(row, n, 2, to, scales + i * groups, sums + i * groups);
             else round_row(row, n, 1, to, scales + i * groups, sums + i * groups);

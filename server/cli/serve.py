@@ -61,7 +61,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: Annotated[
         str, typer.Option(help="none, int8 (on a CPU), or auto: int8 if predictions hardly move.")
-    ] = "none",
+    ] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, or the name of a backend.")] = "auto",

@@ -14,7 +14,7 @@ from limits import (
 )
 
 from sapwood.kernels import load_kernels
-from sapwood.kernels.int8 import Int8Projection
+from sapwood.kernels.projections import Int8Projection
 from sapwood.runtime.model_config import ModelConfig, RopeConfig
 from sapwood.runtime.models import load_model_class
 

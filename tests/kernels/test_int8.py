@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood.kernels import int8, load_kernels
-from sapwood.kernels.int8 import GROUP
+from sapwood.kernels import load_kernels
 from sapwood.kernels.interface import Kernels
 from sapwood.kernels.native import Native, build
+from sapwood.kernels.projections import (
+    GROUP,
+    Int8Projection,
+    linear,
+    pack_int8,
+    unpack_int8,
+)
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
@@ -72,15 +78,15 @@ def test_rows_and_weights_are_rounded_and_nothing_else(
     x = random_numbers(num_rows, num_inputs, seed=1)
     weight = random_numbers(num_outputs, num_inputs, seed=2)
     bias, residual = (random_numbers(n, num_outputs, seed=3 + n) for n in (1, num_rows))
-    bare = int8.pack(native, weight, None, num_planes=num_planes)
-    stored = int8.unpack(native, bare)
+    bare = pack_int8(native, weight, None, num_planes=num_planes)
+    stored = unpack_int8(native, bare)
     expected = rounded(x, num_planes) @ stored.double().t()
     # Rounding of float32 sums: of at most 18 groups, and of the offsets that cancel in them.
     close = partial(torch.testing.assert_close, atol=2e-5, rtol=2e-6)
-    close(int8.linear(native, x, bare, None).double(), expected)
-    biased = int8.pack(native, weight, bias[0], num_planes=num_planes)
+    close(linear(native, x, bare, None).double(), expected)
+    biased = pack_int8(native, weight, bias[0], num_planes=num_planes)
     kept = residual.clone()
-    actual = int8.linear(native, x, biased, residual)
+    actual = linear(native, x, biased, residual)
     close(actual.double(), expected + bias.double() + residual.double())
     assert torch.equal(residual, kept)
 
@@ -91,7 +97,7 @@ def test_a_weight_is_within_half_a_step_of_its_group(
 ) -> None:
     weight = random_numbers(num_outputs, num_inputs, seed=2)
     weight[:, ::7] *= 20
-    stored = int8.unpack(native, int8.pack(native, weight, None))
+    stored = unpack_int8(native, pack_int8(native, weight, None))
     # A last group that is not full spans its own inputs only.
     pad = -num_inputs % GROUP
     low = torch.nn.functional.pad(weight, (0, pad), value=torch.inf).view(num_outputs, -1, GROUP)
@@ -117,38 +123,38 @@ def four_bit_weight(num_outputs: int, num_inputs: int) -> Tensor:
 
 def test_weights_of_4_bits_take_4_and_come_out_as_they_were(native: Native) -> None:
     weight = four_bit_weight(50, 322)
-    packed = int8.pack(native, weight, None)
+    packed = pack_int8(native, weight, None)
     assert packed.num_bits == 4
     assert (
-        packed.num_bytes < 0.6 * int8.pack(native, random_numbers(50, 322, seed=6), None).num_bytes
+        packed.num_bytes < 0.6 * pack_int8(native, random_numbers(50, 322, seed=6), None).num_bytes
     )
     largest = weight.abs().amax(dim=1, keepdim=True)
-    stored = int8.unpack(native, packed)
+    stored = unpack_int8(native, packed)
     # Nothing but the float16 of scale and offset.
     assert ((stored - weight).abs() <= largest * 2**-10).all()
     weight[7, 40] += 0.05 * (weight[7].amax() - weight[7].amin())  # off the grid
-    packed = int8.pack(native, weight, None)
+    packed = pack_int8(native, weight, None)
     assert packed.num_bits == 8
-    assert int8.unpack(native, packed)[7, 40] == pytest.approx(weight[7, 40].item(), abs=0.03)
+    assert unpack_int8(native, packed)[7, 40] == pytest.approx(weight[7, 40].item(), abs=0.03)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 64])
 @pytest.mark.parametrize("num_planes", [1, 2])
 def test_4_bits_are_multiplied_as_stored(native: Native, num_rows: int, num_planes: int) -> None:
-    packed = int8.pack(native, four_bit_weight(50, 322), None, num_planes=num_planes)
+    packed = pack_int8(native, four_bit_weight(50, 322), None, num_planes=num_planes)
     assert packed.num_bits == 4
     x = random_numbers(num_rows, 322, seed=1)
-    expected = rounded(x, num_planes) @ int8.unpack(native, packed).double().t()
-    actual = int8.linear(native, x, packed, None).double()
+    expected = rounded(x, num_planes) @ unpack_int8(native, packed).double().t()
+    actual = linear(native, x, packed, None).double()
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=2e-6)
 
 
 def test_a_second_plane_takes_away_the_rows_error(native: Native) -> None:
     x, weight = random_numbers(32, 576, seed=1), random_numbers(96, 576, seed=2)
-    stored = int8.unpack(native, int8.pack(native, weight, None)).double()
+    stored = unpack_int8(native, pack_int8(native, weight, None)).double()
     exact = x.double() @ stored.t()
     one, two = (
-        (int8.linear(native, x, int8.pack(native, weight, None, num_planes=n), None) - exact)
+        (linear(native, x, pack_int8(native, weight, None, num_planes=n), None) - exact)
         .abs()
         .max()
         .item()
@@ -160,7 +166,7 @@ def test_a_second_plane_takes_away_the_rows_error(native: Native) -> None:
 def test_ways_round_weights_alike(native: Native) -> None:
     weight = random_numbers(77, 320, seed=2)
     own = Native(ctypes.CDLL(str(build(COMPILER or "cc"))))
-    mine, theirs = (int8.unpack(n, int8.pack(n, weight, None)) for n in (native, own))
+    mine, theirs = (unpack_int8(n, pack_int8(n, weight, None)) for n in (native, own))
     # One that lies between two steps may fall to either side, and all steps by their last bits.
     assert ((mine - theirs).abs() > 1e-5).float().mean() < 0.01
 
@@ -180,11 +186,11 @@ def test_a_row_does_not_depend_on_its_batch(kernels: Kernels, is_last: bool) -> 
 def test_rows_of_zeros_and_broken_rows_harm_nobody(native: Native) -> None:
     x, weight = random_numbers(7, 64, seed=1), random_numbers(8, 64, seed=2)
     for num_planes in (1, 2):
-        packed = int8.pack(native, weight, torch.ones(8), num_planes=num_planes)
-        expected = int8.linear(native, x, packed, None)
+        packed = pack_int8(native, weight, torch.ones(8), num_planes=num_planes)
+        expected = linear(native, x, packed, None)
         broken = x.clone()
         broken[1], broken[2, 3], broken[4, 63], broken[5, 0] = 0.0, torch.nan, torch.inf, -torch.inf
-        result = int8.linear(native, broken, packed, None)
+        result = linear(native, broken, packed, None)
         assert torch.equal(result[1], torch.ones(8))
         assert result[[2, 4, 5]].isnan().all()
         assert torch.equal(result[[0, 3, 6]], expected[[0, 3, 6]])
@@ -193,9 +199,9 @@ def test_rows_of_zeros_and_broken_rows_harm_nobody(native: Native) -> None:
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_weight_breaks_its_output_and_no_other(native: Native, broken: float) -> None:
     x, weight = random_numbers(5, 64, seed=1), random_numbers(8, 64, seed=2)
-    expected = int8.linear(native, x, int8.pack(native, weight, None), None)
+    expected = linear(native, x, pack_int8(native, weight, None), None)
     weight[3, 40] = broken
-    result = int8.linear(native, x, int8.pack(native, weight, None), None)
+    result = linear(native, x, pack_int8(native, weight, None), None)
     assert result[:, 3].isnan().all()
     others = [0, 1, 2, 4, 5, 6, 7]
     assert torch.equal(result[:, others], expected[:, others])
@@ -216,13 +222,13 @@ def test_other_dtypes_and_shapes_are_refused(kernels: Kernels) -> None:
 
 def test_tiny_and_huge_rows_keep_their_scale(native: Native) -> None:
     x, weight = random_numbers(2, 64, seed=1), random_numbers(8, 64, seed=2)
-    packed = int8.pack(native, weight, None)
-    expected = int8.linear(native, x, packed, None)
+    packed = pack_int8(native, weight, None)
+    expected = linear(native, x, packed, None)
     for factor in (2.0**-60, 2.0**60):
-        scaled = int8.linear(native, x * factor, packed, None)
+        scaled = linear(native, x * factor, packed, None)
         torch.testing.assert_close(scaled / factor, expected)
     for factor in (2.0**-125, 2.0**-140):
-        vanished = int8.linear(native, x * factor, packed, None)
+        vanished = linear(native, x * factor, packed, None)
         assert (vanished.abs() <= 2.0**-110).all()
 
 
@@ -260,7 +266,7 @@ def test_the_largest_products_do_not_saturate(native: Native, sign: float) -> No
     weight = torch.tensor([0.5, -0.5] * 128).expand(4, -1).clone()
     weight[:, 1::2] = 0.5 * torch.tensor([1.0, 1.0, 1.0, -1.0]).unsqueeze(1)
     expected = (x.double() @ weight.double().t()).float()
-    actual = int8.linear(native, x, int8.pack(native, weight, None), None)
+    actual = linear(native, x, pack_int8(native, weight, None), None)
     torch.testing.assert_close(actual, expected, atol=0.05, rtol=1e-3)
 
 
@@ -269,6 +275,6 @@ def test_a_model_packs_its_last_projection_more_finely(kernels: Kernels) -> None
     planes = []
     for is_last in (False, True):
         packed = kernels.pack_linear(weight, is_last=is_last)
-        assert isinstance(packed, int8.Int8Projection)
+        assert isinstance(packed, Int8Projection)
         planes.append(packed.num_planes)
     assert planes == [1, 2]

@@ -1,12 +1,16 @@
 """Answers do not depend on what is cached, who else runs, or how memory is cut.
 
+In float32 these are token ids: a library's matrix products round a row a little differently in
+other batches. In int8 all arithmetic is our own, and log-probabilities are the same bits too.
+
 The default suite checks this on a tiny random model and, briefly, on the real one; the sweep over
 50 real prompts is marked slow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from torch import Tensor
 from sapwood import Engine, RequestOutput, SamplingParams
 from sapwood.kernels.cpu import CpuKernels
 from sapwood.kernels.interface import KVCache
+from sapwood.kernels.native import load
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.step_plan import StepPlan
 from tests.runtime.test_engine import assert_nothing_held
@@ -29,12 +34,23 @@ def answers(
 ) -> list[RequestOutput]:
     """Greedy answers to the prompts, with `others` different prompts in the same batch."""
     crowd = [np.arange(5 + i, 60 + i, dtype=np.int32) for i in range(others)]
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=True)
     return engine.generate([*prompts, *crowd], sampling)[: len(prompts)]
 
 
 def ids_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def bits_of(outputs: list[RequestOutput]) -> list[tuple[tuple[int, float], ...]]:
+    """Token ids and their log-probabilities."""
+    bits = []
+    for output in outputs:
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        ids = output.outputs[0].token_ids
+        bits.append(tuple((i, token.logprob) for i, token in zip(ids, logprobs, strict=True)))
+    return bits
 
 
 @contextmanager
@@ -51,28 +67,34 @@ def preempting_every_step() -> Iterator[None]:
         yield
 
 
-def check_all(model: str, texts: list[str], max_tokens: int, **options: object) -> None:
-    """Every way to run the same prompts gives the token ids of running each alone and cold."""
+def check_all(
+    model: str,
+    texts: list[str],
+    max_tokens: int,
+    compared: Callable[[list[RequestOutput]], list[Any]],
+    **options: object,
+) -> None:
+    """Every way to run the same prompts gives what running each alone and cold gives."""
     with Engine(model, prefix_caching=False, max_num_seqs=1, **options) as engine:
         prompts = [engine.tokenizer.encode(text) for text in texts]
-        expected = [ids_of(answers(engine, [prompt], max_tokens))[0] for prompt in prompts]
+        expected = [compared(answers(engine, [prompt], max_tokens))[0] for prompt in prompts]
     longest = max(map(len, prompts)) + max_tokens
     for block_size in BLOCK_SIZES:
         with Engine(model, block_size=block_size, **options) as engine:
             cold = answers(engine, prompts, max_tokens)
-            assert ids_of(cold) == expected, f"cold, block size {block_size}"
+            assert compared(cold) == expected, f"cold, block size {block_size}"
             warm = answers(engine, prompts, max_tokens)
-            assert ids_of(warm) == expected, f"warm, block size {block_size}"
+            assert compared(warm) == expected, f"warm, block size {block_size}"
             assert all(output.num_cached_tokens > 0 for output in warm)
             engine.flush_cache()
             again = answers(engine, prompts, max_tokens)
-            assert ids_of(again) == expected, f"flushed, block size {block_size}"
+            assert compared(again) == expected, f"flushed, block size {block_size}"
             engine.flush_cache()
             crowded = answers(engine, prompts, max_tokens, others=31)
-            assert ids_of(crowded) == expected, f"with 31 others, block size {block_size}"
+            assert compared(crowded) == expected, f"with 31 others, block size {block_size}"
             with preempting_every_step():
                 preempted = answers(engine, prompts, max_tokens)
-            assert ids_of(preempted) == expected, f"preempted, block size {block_size}"
+            assert compared(preempted) == expected, f"preempted, block size {block_size}"
             # One that ends with its first token is done before it can be preempted.
             longer = [output for output in preempted if len(output.outputs[0].token_ids) > 1]
             assert len(longer) > len(prompts) // 2
@@ -80,16 +102,25 @@ def check_all(model: str, texts: list[str], max_tokens: int, **options: object) 
             assert_nothing_held(engine)
         chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
         with Engine(model, block_size=block_size, **chunked, **options) as engine:
-            assert ids_of(answers(engine, prompts, max_tokens)) == expected, "chunked"
+            assert compared(answers(engine, prompts, max_tokens)) == expected, "chunked"
         tight = {"num_kv_blocks": -(-longest // block_size), **options}
         with Engine(model, block_size=block_size, **{**options, **tight}) as engine:
-            assert ids_of(answers(engine, prompts, max_tokens)) == expected, "tight pool"
+            assert compared(answers(engine, prompts, max_tokens)) == expected, "tight pool"
             assert_nothing_held(engine)
 
 
-def test_on_a_tiny_model(tiny_model: Path) -> None:
+def compared_in(quantize: str) -> Callable[[list[RequestOutput]], list[Any]]:
+    if quantize == "int8" and load() is None:
+        pytest.skip("there is no C compiler")
+    return bits_of if quantize == "int8" else ids_of
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_on_a_tiny_model(tiny_model: Path, quantize: str) -> None:
     texts = [stem + end for stem in STEMS[:2] for end in (" and then", " or so", "")]
-    check_all(str(tiny_model), texts, 8, kv_cache_memory=2**22)
+    check_all(
+        str(tiny_model), texts, 8, compared_in(quantize), quantize=quantize, kv_cache_memory=2**22
+    )
 
 
 def test_the_tiny_model_notices_one_spoilt_row(
@@ -106,7 +137,7 @@ def test_the_tiny_model_notices_one_spoilt_row(
         kv.values[:, first : first + num_rows] = 0.0
 
     write = CpuKernels.write_kv
-    with Engine(str(tiny_model), kv_cache_memory=2**22) as engine:
+    with Engine(str(tiny_model), quantize="none", kv_cache_memory=2**22) as engine:
         prompts = [engine.tokenizer.encode(stem) for stem in STEMS[:4]]
         expected = ids_of(answers(engine, prompts, 8))
         monkeypatch.setattr(CpuKernels, "write_kv", off)
@@ -122,20 +153,23 @@ def test_the_tiny_model_notices_one_spoilt_row(
 
 
 @pytest.mark.real_model
-def test_on_the_real_model(real_model: str) -> None:
-    prompts = PROMPTS[:2]
-    with Engine(real_model, prefix_caching=False, num_kv_blocks=128) as engine:
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_on_the_real_model(real_model: str, quantize: str) -> None:
+    prompts, compared = PROMPTS[:2], compared_in(quantize)
+    options = {"num_kv_blocks": 128, "quantize": quantize}
+    with Engine(real_model, prefix_caching=False, **options) as engine:
         texts = [engine.tokenizer.encode(text) for text in prompts]
-        expected = [ids_of(answers(engine, [prompt], 8))[0] for prompt in texts]
-    with Engine(real_model, num_kv_blocks=128) as engine:
+        expected = [compared(answers(engine, [prompt], 8))[0] for prompt in texts]
+    with Engine(real_model, **options) as engine:
         for state in ("cold", "warm"):
             outputs = answers(engine, texts, 8)
-            assert ids_of(outputs) == expected, state
+            assert compared(outputs) == expected, state
         assert all(output.num_cached_tokens > 0 for output in outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.real_model
-def test_on_fifty_real_prompts(real_model: str) -> None:
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_on_fifty_real_prompts(real_model: str, quantize: str) -> None:
     assert len(PROMPTS) == 50
-    check_all(real_model, list(PROMPTS), 16)
+    check_all(real_model, list(PROMPTS), 16, compared_in(quantize), quantize=quantize)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from sapwood import ConfigError, Engine, SamplingParams
 from sapwood.kernels import load_kernels
-from sapwood.kernels.int8 import Int8Projection
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.projections import Int8Projection
 from sapwood.kernels.user_cache import cache_folder
 from sapwood.runtime import quantize
 from sapwood.runtime.quantize import Quantize

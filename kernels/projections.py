@@ -1,8 +1,8 @@
-"""Projections in int8: weights and rows rounded in groups of 32 inputs, each with its own scale.
+"""Projections by native code, in float32 and in int8. A row's result hangs on no other row.
 
-Groups keep what is large from spoiling what is small (Dai et al. 2021, VS-Quant), so that nothing
-needs calibration. A row is rounded by itself, hence its result hangs on no other row of the batch.
-csrc/int8.c has the arithmetic.
+In int8 weights and rows are rounded in groups of 32 inputs, each with its own scale. Groups keep
+what is large from spoiling what is small (Dai et al. 2021, VS-Quant), so that nothing needs
+calibration. csrc/float32.c and csrc/int8.c have the arithmetic.
 """
 
 from __future__ import annotations
@@ -15,6 +15,19 @@ from torch import Tensor
 from sapwood.kernels.native import Native
 
 GROUP = 32  # inputs that share a scale, as in csrc/int8.c
+
+
+class Float32Projection(NamedTuple):
+    """A linear layer as csrc/float32.c packs it: `packed` float32, `bias` float32 [num_outputs]."""
+
+    packed: Tensor
+    num_outputs: int
+    num_inputs: int
+    bias: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes
 
 
 class Int8Projection(NamedTuple):
@@ -37,15 +50,28 @@ class Int8Projection(NamedTuple):
         return self.packed.nbytes
 
 
-def pack(
+Projection = Float32Projection | Int8Projection
+
+
+def pack_float32(native: Native, weight: Tensor, bias: Tensor | None) -> Float32Projection:
+    """Lay out weight float32 [out, in]. Memory: as much as the weight, outputs rounded up to 48."""
+    _check_float32(weight, bias)
+    return Float32Projection(
+        packed=native.float32_pack(weight.contiguous()),
+        num_outputs=weight.shape[0],
+        num_inputs=weight.shape[1],
+        bias=bias,
+    )
+
+
+def pack_int8(
     native: Native, weight: Tensor, bias: Tensor | None, *, num_planes: int = 1
 ) -> Int8Projection:
     """Round weight float32 [out, in]. Memory: 1.125 bytes a weight, 0.625 where it has 4 bits.
 
     Cost: two passes over the weights.
     """
-    if weight.dtype != torch.float32 or (bias is not None and bias.dtype != torch.float32):
-        raise TypeError(f"int8 projections are made of float32 weights, this one is {weight.dtype}")
+    _check_float32(weight, bias)
     weight = weight.contiguous()
     num_bits = native.int8_num_bits(weight)
     return Int8Projection(
@@ -58,7 +84,7 @@ def pack(
     )
 
 
-def unpack(native: Native, projection: Int8Projection) -> Tensor:
+def unpack_int8(native: Native, projection: Int8Projection) -> Tensor:
     """The weight that is multiplied by, float32 [out, in]."""
     weight = torch.empty(projection.num_outputs, projection.num_inputs)
     native.int8_unpack(projection.packed, projection.num_bits, weight)
@@ -68,7 +94,7 @@ def unpack(native: Native, projection: Int8Projection) -> Tensor:
 def linear(
     native: Native,
     x: Tensor,
-    projection: Int8Projection,
+    projection: Projection,
     residual: Tensor | None,
     *,
     norm: tuple[Tensor, float] | None = None,
@@ -79,13 +105,14 @@ def linear(
     The inputs are x float32 [rows, in], normed with `norm`, a weight [in] and an epsilon; or if
     `is_gated` those of x [rows, 2 in], gate and up side by side.
     """
-    packed, num_bits, num_outputs, num_inputs, bias, num_planes = projection
     if x.dtype != torch.float32:
-        raise TypeError(f"int8 projections take float32 rows, these are {x.dtype}")
+        raise TypeError(f"native projections take float32 rows, these are {x.dtype}")
     num_given = x.shape[1] // 2 if is_gated else x.shape[1]
-    if num_given != num_inputs:
-        raise ValueError(f"the rows have {num_given} inputs, the projection {num_inputs}")
-    out = x.new_empty(len(x), num_outputs)
+    if num_given != projection.num_inputs:
+        raise ValueError(
+            f"the rows have {num_given} inputs, the projection {projection.num_inputs}"
+        )
+    out = x.new_empty(len(x), projection.num_outputs)
     if residual is not None:
         if residual.shape != out.shape or residual.dtype != torch.float32:
             raise ValueError(
@@ -94,7 +121,19 @@ def linear(
             )
         residual = residual.contiguous()
     x = x.contiguous()
-    native.int8_linear(
-        x, norm, is_gated, num_inputs, packed, num_bits, num_planes, bias, residual, out
-    )
+    if isinstance(projection, Float32Projection):
+        packed, _, num_inputs, bias = projection
+        native.float32_linear(x, norm, is_gated, num_inputs, packed, bias, residual, out)
+    else:
+        packed, num_bits, _, num_inputs, bias, num_planes = projection
+        native.int8_linear(
+            x, norm, is_gated, num_inputs, packed, num_bits, num_planes, bias, residual, out
+        )
     return out
+
+
+def _check_float32(weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dtype != torch.float32 or (bias is not None and bias.dtype != torch.float32):
+        raise TypeError(
+            f"native projections are made of float32 weights, this one is {weight.dtype}"
+        )
