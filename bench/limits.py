@@ -25,7 +25,10 @@ The rates are measured in the same process, before and after everything else, th
                 int8, FBGEMM's int8, Sapwood's own) over the model's shapes at many rows: what a
                 step of 32 rows cannot reach. `linears_alone` is what it could: the time of nothing
                 but the model's linears, through Sapwood's kernels, at the step's own rows.
-    bandwidth   reading a tensor far larger than the caches with all threads, best of a few ways.
+    bandwidth   copying a tensor far larger than the caches with all threads, bytes read and written
+                together. Beside it `share of reads` takes the fastest read of such a tensor in its
+                place, best of a few ways, one row times a matrix by Sapwood's own product among
+                them: no step reaches it, which also waits for what it has read.
 
 Besides: the share of wall time that the scheduler, building batches and sampling take in workload
 c (workloads.py), from timers around them.
@@ -40,7 +43,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,8 +92,8 @@ class Limits:
     """What the machine was seen to do at best. Operations and bytes per second."""
 
     ops_by_arithmetic: dict[str, float]
-    read_bandwidth: float
     copy_bandwidth: float  # bytes read and bytes written together
+    read_bandwidth: float
 
     def best(self, other: "Limits") -> "Limits":
         rates = {
@@ -144,7 +147,7 @@ class Part:
         """The least time it takes."""
         rates = limits.ops_by_arithmetic
         computing = sum(ops / rates[arithmetic] for arithmetic, ops in self.num_ops.items())
-        return max(computing, self.num_bytes / limits.read_bandwidth)
+        return max(computing, self.num_bytes / limits.copy_bandwidth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,11 +222,12 @@ def measure_limits(config: ModelConfig) -> Limits:
                 rates[arithmetic] = max(rates[arithmetic], num_ops / _best_seconds(product))
     source = torch.ones(BANDWIDTH_BYTES // 4)
     target = torch.empty_like(source)
-    vector = torch.ones(4096)
+    row, kernels = torch.ones(1, 4096), load_kernels("cpu")
     reads: list[Callable[[], object]] = [
         source.sum,
         source.max,
-        partial(torch.mv, source.view(-1, 4096), vector),
+        partial(torch.mv, source.view(-1, 4096), row[0]),
+        partial(kernels.linear, row, kernels.pack_linear(source.view(-1, 4096))),
     ]
     return Limits(
         ops_by_arithmetic=rates,
@@ -514,13 +518,20 @@ def _summary(measured: Measured, limits: Limits) -> dict[str, Any]:
 
 def _case_summary(mode: Mode, samples: Sequence[Sample], limits: Limits) -> dict[str, Any]:
     """Measured times against their bounds; parts are those of the sample in the middle."""
-    bounds = [sum(bound_by_part(mode, sample.counted, limits).values()) for sample in samples]
+    of_reads = replace(limits, copy_bandwidth=limits.read_bandwidth)
+    bounds, lower = (
+        [sum(bound_by_part(mode, sample.counted, by).values()) for sample in samples]
+        for by in (limits, of_reads)
+    )
     pairs = list(zip(samples, bounds, strict=True))
     return {
         "measured_seconds": spread([sample.seconds for sample in samples]),
         "bound_seconds": statistics.median(bounds),
         "bound_seconds_by_part": bound_by_part(mode, samples[len(samples) // 2].counted, limits),
         "share": spread([bound / sample.seconds for sample, bound in pairs]),
+        "share_of_reads": statistics.median(
+            bound / sample.seconds for sample, bound in zip(samples, lower, strict=True)
+        ),
         "linears_alone_seconds": statistics.median(sample.linears_alone for sample in samples),
         "linears_alone_share": spread([s.linears_alone / s.seconds for s in samples]),
     }
@@ -551,11 +562,12 @@ def table(result: dict[str, Any]) -> str:
     rows = [
         f"Limits: {rates[FLOAT32] / 1e9:.0f} GFLOP/s in float32, "
         f"{rates[BFLOAT16] / 1e9:.0f} in bfloat16, {rates[INT8] / 1e9:.0f} GOP/s in int8, "
-        f"reads {limits['read_bandwidth'] / 1e9:.1f} GB/s, copies "
-        f"{limits['copy_bandwidth'] / 1e9:.1f} GB/s.",
+        f"copies {limits['copy_bandwidth'] / 1e9:.1f} GB/s, reads "
+        f"{limits['read_bandwidth'] / 1e9:.1f} GB/s.",
         "",
-        "| case | dtype | measured, ms | bound, ms | share (quartiles) | bar | linears alone, ms |",
-        "|---|---|---|---|---|---|---|",
+        "| case | dtype | measured, ms | bound, ms | share (quartiles) | bar | share of reads "
+        "| linears alone, ms |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
         for dtype, cases in result["dtypes"].items():
@@ -563,7 +575,8 @@ def table(result: dict[str, Any]) -> str:
             rows.append(
                 f"| {case} | {dtype} | {one['measured_seconds']['median'] * 1e3:.1f} "
                 f"| {one['bound_seconds'] * 1e3:.1f} | {_percent(one['share'])} "
-                f"| {result['bars'][case]:.0%} | {one['linears_alone_seconds'] * 1e3:.1f} |"
+                f"| {result['bars'][case]:.0%} | {one['share_of_reads']:.0%} "
+                f"| {one['linears_alone_seconds'] * 1e3:.1f} |"
             )
     rows.append("")
     for dtype, cases in result["dtypes"].items():

@@ -78,7 +78,7 @@ def _packed(linear: Linear) -> Int8Projection:
 def limits(float32: float, others: float, bandwidth: float) -> Limits:
     return Limits(
         ops_by_arithmetic={FLOAT32: float32, BFLOAT16: others, INT8: others},
-        read_bandwidth=bandwidth,
+        read_bandwidth=2 * bandwidth,
         copy_bandwidth=bandwidth,
     )
 
