@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -116,6 +117,16 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def write_json(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def fill(text: str, name: str, figures: str) -> str:
+    """`text` with `figures` between its marks called `name`. Raises ValueError without marks."""
+    begin, end = f"<!-- figures: {name} -->", "<!-- end -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    filled, count = pattern.subn(lambda _: f"{begin}\n\n{figures}\n\n{end}", text)
+    if count != 1:
+        raise ValueError(f"the document has {count} marks {begin} with an end, not one")
+    return filled
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -71,9 +71,14 @@ def read(path: Path) -> Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """The whole as JSON and Markdown, and a JSON file for each engine in a folder beside it."""
+    """The whole as JSON and Markdown, a JSON file for each engine in a folder beside it, and where
+    these are the project's results, the README's table."""
     common.write_json(path, result)
     path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    readme = common.ROOT / "README.md"
+    if path == common.RESULTS / path.name:
+        filled = common.fill(readme.read_text(encoding="utf-8"), "peers", summary(result))
+        readme.write_text(filled, encoding="utf-8")
     folder = path.with_suffix("")
     for name, engine in result["engines"].items():
         rows = {row: cells for row, cells in result["rows"].items() if _engine_of(row) == name}
@@ -119,6 +124,71 @@ def markdown(result: Result) -> str:
         _engine_table(result),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def summary(result: Result) -> str:
+    """The README's table: Sapwood beside the best of the others in each workload."""
+    engines = result["engines"]
+    ours = [row for row in _in_order(result) if engines[_engine_of(row)]["is_sapwood"]]
+
+    def is_peer(row: str) -> bool:
+        return not engines[_engine_of(row)]["is_sapwood"] and PRIMED not in row
+
+    def described(row: str | None, name: str) -> str:
+        if row is None:
+            return ""
+        engine = engines[_engine_of(row)]
+        value = _number(result["rows"][row][name]["median"])
+        dtype = "" if engine["weights"] in engine["title"] else f", {engine['weights']}"
+        return f"{value} ({engine['title']}{dtype})"
+
+    lines = [
+        f"| | | {' | '.join(engines[row]['title'] for row in ours)} | best of the others | ratio "
+        "| best of the others in float32 | ratio |",
+        "|---" * (len(ours) + 6) + "|",
+    ]
+    for name, workload in result["workloads"].items():
+        best = _best(result, name, lambda row: row in ours)
+        peer = _best(result, name, is_peer)
+        best32 = _best(result, name, lambda row: row in ours and engines[row]["is_float32"])
+        peer32 = _best(result, name, lambda row: is_peer(row) and engines[row]["is_float32"])
+        cells = [
+            figure(result["rows"][row][name], WORKLOADS[name])
+            if name in result["rows"][row]
+            else ""
+            for row in ours
+        ]
+        columns = [
+            f"**{name}** {workload['title']}",
+            workload["unit"],
+            *cells,
+            described(peer, name),
+            _ratio(result, best, peer, name),
+            described(peer32, name),
+            _ratio(result, best32, peer32, name),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    costs = [
+        f"{engines[row]['peak_bytes'] / 1e9:.1f} GB, {engines[row]['ready_seconds']:.1f} s"
+        for row in ours
+    ]
+    lines.append(f"| peak memory, time to ready | | {' | '.join(costs)} | | | | |")
+    machine = result["machine"]
+    primed = {
+        name: described(row, name)
+        for name in result["workloads"]
+        if (row := _best(result, name, lambda row: PRIMED in row)) is not None
+    }
+    lines += [
+        "",
+        f"{result['model']}; {machine['processor']}, {machine['num_threads']} threads, "
+        f"{result['time'][:10]}. tok/s: more is better; s: less is better. Ratio: Sapwood's better "
+        "mode / the other. int8 and Q4_0 are weights; of activations and caches, all engines and "
+        "all runs [bench/results/peers-cpu.md](bench/results/peers-cpu.md) tells. Where a client "
+        "sends the shared prefixes first, by itself, the best of the others takes, in seconds: "
+        f"{'; '.join(f'{name} {figures}' for name, figures in primed.items())}.",
+    ]
+    return "\n".join(lines)
 
 
 def against_committed(measured: Result, committed: Result) -> str:

@@ -19,7 +19,6 @@ import argparse
 import gc
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from common import (
     ROOT,
     SteppedEngine,
     commit,
+    fill,
     machine,
     make_parser,
     self_times,
@@ -320,16 +320,6 @@ def write_docs(document: Path, results: Path) -> None:
         text = fill(text, name, figures)
         print(f"{document.name}: {name}")
     document.write_text(text, encoding="utf-8")
-
-
-def fill(text: str, name: str, figures: str) -> str:
-    """`text` with `figures` between its marks called `name`. Raises ValueError without marks."""
-    begin, end = f"<!-- figures: {name} -->", "<!-- end -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    filled, count = pattern.subn(lambda _: f"{begin}\n\n{figures}\n\n{end}", text)
-    if count != 1:
-        raise ValueError(f"the document has {count} marks {begin} with an end, not one")
-    return filled
 
 
 def _figures(results: Path) -> Iterator[tuple[str, str]]:

