@@ -39,7 +39,7 @@ _FLAGS = (
     "-shared",
     "-fPIC",
 )
-_BUILD_SECONDS = 60
+_BUILD_SECONDS = 180
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
 _MAX_CUTS = 8  # likewise
 TOKENS_PER_BLOCK = 128  # TOKENS of attention.c

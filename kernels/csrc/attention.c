@@ -445,9 +445,9 @@ INLINE struct fetch fetch_after(const struct tails *tails, int64_t first, int64_
     return (struct fetch){tokens, tails->slots + first, tails->slots + end, heads->token_stride, 0};
 }
 
-/* Lane j of vector i becomes lane i of vector j: within blocks of four lanes first. */
-INLINE void transpose(words *vectors) {
+/* Lane j of vector i becomes lane i of vector j. */
 #if defined(__GNUC__) && !defined(__clang__)
+INLINE void transpose(words *vectors) { /* within blocks of four lanes first */
     words lane, low, high;
     for (int i = 0; i < VECTOR; i++) lane[i] = i;
     low = (lane & ~3) + (lane & 3) / 2 + (lane & 1) * VECTOR;
@@ -479,15 +479,16 @@ INLINE void transpose(words *vectors) {
                 vectors[i + apart] = __builtin_shuffle(one, other, high);
             }
     }
-#else
-    for (int i = 0; i < VECTOR; i++)
-        for (int j = 0; j < i; j++) {
-            int32_t kept = vectors[i][j];
-            vectors[i][j] = vectors[j][i];
-            vectors[j][i] = kept;
-        }
-#endif
 }
+#else
+static void transpose(words *vectors) {
+    int32_t from[VECTOR][VECTOR], to[VECTOR][VECTOR];
+    memcpy(from, vectors, sizeof from);
+    for (int i = 0; i < VECTOR; i++)
+        for (int j = 0; j < VECTOR; j++) to[j][i] = from[i][j];
+    memcpy(vectors, to, sizeof to);
+}
+#endif
 
 /* scores [group][TOKENS] of two vectors of tokens, from their transposed keys [num_words][2]. */
 INLINE void score_tokens(word (*query)[MAX_HEAD_DIM], words (*keys)[2], int64_t num_words,
