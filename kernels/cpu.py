@@ -461,7 +461,7 @@ def _plan_native(plan: AttentionPlan) -> NativeAttention:
     # Shared segments below each other in the tree are one call after the other, others one call.
     levels: list[list[SharedSegment]] = []
     level_of_row = np.zeros(plan.num_rows, dtype=np.int64)
-    for shared in plan.shared:
+    for shared in sorted(plan.shared, key=lambda segment: segment.start):
         level = int(level_of_row[shared.rows].max())
         level_of_row[shared.rows] = level + 1
         if level == len(levels):

@@ -41,7 +41,7 @@ _FLAGS = (
 )
 _BUILD_SECONDS = 180
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
-_MAX_CUTS = 8  # likewise
+_MAX_CUTS = 16  # likewise
 TOKENS_PER_BLOCK = 128  # TOKENS of attention.c
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ROWS = (_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT)  # x, norm, eps, is_gated, rows, inputs

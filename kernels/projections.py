@@ -60,7 +60,7 @@ def pack_float32(native: Native, weight: Tensor, bias: Tensor | None) -> Float32
         packed=native.float32_pack(weight.contiguous()),
         num_outputs=weight.shape[0],
         num_inputs=weight.shape[1],
-        bias=bias,
+        bias=None if bias is None else bias.contiguous(),
     )
 
 
@@ -79,7 +79,7 @@ def pack_int8(
         num_bits=num_bits,
         num_outputs=weight.shape[0],
         num_inputs=weight.shape[1],
-        bias=bias,
+        bias=None if bias is None else bias.contiguous(),
         num_planes=num_planes,
     )
 
@@ -105,8 +105,8 @@ def linear(
     The inputs are x float32 [rows, in], normed with `norm`, a weight [in] and an epsilon; or if
     `is_gated` those of x [rows, 2 in], gate and up side by side.
     """
-    if x.dtype != torch.float32:
-        raise TypeError(f"native projections take float32 rows, these are {x.dtype}")
+    if x.dtype != torch.float32 or x.dim() != 2:
+        raise TypeError(f"native projections take float32 rows, this is {x.dtype} {list(x.shape)}")
     num_given = x.shape[1] // 2 if is_gated else x.shape[1]
     if num_given != projection.num_inputs:
         raise ValueError(
@@ -121,6 +121,8 @@ def linear(
             )
         residual = residual.contiguous()
     x = x.contiguous()
+    if norm is not None:
+        norm = norm[0].contiguous(), norm[1]
     if isinstance(projection, Float32Projection):
         packed, _, num_inputs, bias = projection
         native.float32_linear(x, norm, is_gated, num_inputs, packed, bias, residual, out)
@@ -133,6 +135,8 @@ def linear(
 
 
 def _check_float32(weight: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias is {list(bias.shape)}, the weight {list(weight.shape)}")
     if weight.dtype != torch.float32 or (bias is not None and bias.dtype != torch.float32):
         raise TypeError(
             f"native projections are made of float32 weights, this one is {weight.dtype}"

@@ -116,11 +116,13 @@ def _log_probabilities(model: Model, kernels: Kernels, token_ids: np.ndarray) ->
 
 
 def _key(folder: Path) -> str:
-    """Names a checkpoint by its contents, wherever it lies: its config, its files' sizes and some
-    of their bytes, since to read all of them would take longer than to load them."""
+    """Names a checkpoint by its contents, wherever it lies: its config and tokenizer, its weights'
+    sizes and some of their bytes, since to read all of them would take longer than to load them."""
     digest = hashlib.sha256(f"{_VERSION}".encode())
     digest.update(_SAMPLE.read_bytes())
-    digest.update((folder / "config.json").read_bytes())
+    for name in ("config.json", "tokenizer.json"):
+        if (folder / name).exists():
+            digest.update((folder / name).read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())

@@ -142,12 +142,14 @@ def _build(
             raise ConfigError(f"quantize is int8, and {obstacle}; use none")
     if quantize is Quantize.AUTO and quantized is not None and path is not None:
         divergence = int8_divergence(model_class, config, weights, kernels, quantized, path)
-        logger.info("int8 moves its predictions by %.4f nats a token", divergence)
-        if not divergence <= MAX_DIVERGENCE:  # NaN is none
+        if divergence <= MAX_DIVERGENCE:
+            logger.info("int8 moves its predictions by %.4f nats a token", divergence)
+        else:  # also NaN, for what could not be measured
             logger.warning(
-                "int8 would move the predictions of %s by more than %.2f nats a token, so it runs "
-                "in float32; quantize=int8 insists",
+                "%s runs in float32: int8 moves its predictions by %.4f nats a token and the limit "
+                "is %.2f; quantize=int8 insists",
                 path.name,
+                divergence,
                 MAX_DIVERGENCE,
             )
             quantized = None

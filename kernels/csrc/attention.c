@@ -8,11 +8,13 @@
  *
  *   - A score is the sum over the dimensions in their order.
  *   - A weight is 2^(score - exponent), where the exponent is a whole number, of about the highest
- *     score so far. To go on to a higher one is to multiply by a power of two, which rounds nothing.
- *     (Less than 2^-126 of the highest weight is zero, which may change what it is not added to.)
+ *     score so far. To go on to a higher one is to multiply by a power of two, which rounds nothing
+ *     but what is too small for a float: less than 2^-126 of the highest weight, or of 1.
  *   - The sums of weights and of weighted values run over the tokens in their order. A segment goes
  *     on from the state in which the one before it left a row: exponent, sum of weights, sums. The
- *     softmax that is carried on is that of Milakov and Gimelshein 2018. */
+ *     softmax that is carried on is that of Milakov and Gimelshein 2018.
+ *
+ * Values have to be finite: a token that a row does not see may be multiplied by a weight of zero. */
 
 #include <float.h>
 #include <string.h>
@@ -105,8 +107,8 @@ INLINE void load_query(const struct heads *heads, int64_t row, int64_t head, wor
     }
 }
 
-/* The score of a token that a row does not see. Every row sees one before it comes to such. */
-#define UNSEEN -1e30f
+/* The score of a token that a row does not see, of which it sees one before: weight zero. */
+#define UNSEEN -FLT_MAX
 
 /* 2^power for a whole number <= 1; 0 below -126 and for NaN. */
 INLINE float power_of_two(float power) {
@@ -405,9 +407,10 @@ void sapwood_attend_rows(const float *query, int64_t query_stride, const void *k
 enum {
     MAX_HEADS = 4,           /* query heads of a KV head whose scores and sums are in registers */
     CHUNK_DIMS = 2 * VECTOR, /* dimensions likewise */
-    MAX_CUTS = 8,            /* of a head's dimensions among threads */
+    MAX_CUTS = 16,           /* of a head's dimensions among threads */
     FEW = 8                  /* parts or blocks below which threads share them */
 };
+_Static_assert(MAX_CUTS * CHUNK_DIMS >= MAX_HEAD_DIM, "a head has more chunks than cuts");
 
 /* Part p is row rows[p] over the slots [first_slots[p], first_slots[p + 1]) of `slots`, the last
  * that it sees; its blocks of TOKENS are first_blocks[p] ... first_blocks[p + 1] - 1 of `weights`

@@ -24,7 +24,7 @@ FLAGS = {"own": [], "avx2": ["-march=x86-64-v3"], "plain": ["-march=x86-64-v2"]}
 WAYS = list(FLAGS) if platform.machine() == "x86_64" else ["own"]
 NUM_KV_HEADS = 2
 # Odd blocks cut between two tokens whose bfloat16 values are multiplied together.
-SHAPES = [(16, 3, 64), (1, 1, 40), (3, 2, 80), (5, 5, 8), (16, 4, 128), (64, 9, 64)]
+SHAPES = [(16, 3, 64), (1, 1, 40), (3, 2, 80), (5, 5, 8), (16, 4, 256), (64, 9, 64)]
 
 
 @pytest.fixture(params=WAYS)
@@ -140,6 +140,28 @@ def test_bits_do_not_depend_on_the_cut(
         assert torch.equal(torch.cat(parts), expected)
         alone = whole.attend(cuts, num_rows - 1, num_rows)
         assert torch.equal(alone, expected[-1:])
+
+
+def test_shared_segments_come_in_any_order(kernels: CpuKernels) -> None:
+    whole = sequence(kernels, torch.float32, SHAPES[0], 7, 3.0)
+    block_size = whole.kv.spec.block_size
+    edges = tuple(
+        SharedSegment(
+            block_ids=whole.blocks[low // block_size : high // block_size],
+            start=low,
+            length=high - low,
+            rows=np.arange(7, dtype=np.int32),
+        )
+        for low, high in ((160, 240), (0, 160))
+    )
+    rest = PrivateSegment(
+        block_ids=whole.blocks[240 // block_size :], start=240, length=90, first_row=0, num_rows=7
+    )
+    plan = AttentionPlan(num_rows=7, block_size=block_size, shared=edges, private=(rest,))
+    plan.check()
+    prepared = kernels.plan_attention(plan, whole.kv.spec)
+    actual = kernels.attention(whole.query, whole.kv, 0, prepared, 0.125)
+    assert torch.equal(actual, whole.attend([], 0, 7))
 
 
 def test_what_is_equal_above_is_not_for_lack_of_difference(kernels: CpuKernels) -> None:

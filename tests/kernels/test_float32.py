@@ -74,6 +74,15 @@ def test_a_row_has_the_same_bits_in_every_batch(
         assert torch.equal(linear(native, x[first:last], packed, None), together[first:last])
 
 
+def test_nothing_needs_to_be_contiguous(native: Native) -> None:
+    weight, bias = random_numbers(50, 80, seed=0)[:, ::2], random_numbers(100, seed=1)[::2]
+    x, scale = random_numbers(3, 80, seed=2)[:, ::2], random_numbers(80, seed=3)[::2]
+    packed = pack_float32(native, weight, bias)
+    same = pack_float32(native, weight.contiguous(), bias.contiguous())
+    expected = linear(native, x.contiguous(), same, None, norm=(scale.contiguous(), 1e-5))
+    assert torch.equal(linear(native, x, packed, None, norm=(scale, 1e-5)), expected)
+
+
 def test_what_is_broken_shows_in_its_own_row_only(native: Native) -> None:
     packed = pack_float32(native, random_numbers(50, 40, seed=0), None)
     x = random_numbers(9, 40, seed=1)
@@ -98,6 +107,10 @@ def test_wrong_inputs_are_refused(native: Native) -> None:
         linear(native, torch.zeros(2, 41), packed, None)
     with pytest.raises(TypeError, match="float32 rows"):
         linear(native, torch.zeros(2, 40, dtype=torch.bfloat16), packed, None)
+    with pytest.raises(TypeError, match="float32 rows"):
+        linear(native, torch.zeros(2, 2, 40), packed, None)
+    with pytest.raises(ValueError, match="bias"):
+        pack_float32(native, torch.zeros(6, 40), torch.zeros(5))
     with pytest.raises(ValueError, match="residual"):
         linear(native, torch.zeros(2, 40), packed, torch.zeros(2, 7))
     with pytest.raises(TypeError, match="float32 weights"):
