@@ -132,6 +132,52 @@ INLINE float weight_of(float score, float exponent) {
     return p * power_of_two(whole - exponent);
 }
 
+/* Lane j of vector i becomes lane i of vector j. */
+#if defined(__GNUC__) && !defined(__clang__)
+INLINE void transpose(words *vectors) { /* within blocks of four lanes first */
+    words lane, low, high;
+    for (int i = 0; i < VECTOR; i++) lane[i] = i;
+    low = (lane & ~3) + (lane & 3) / 2 + (lane & 1) * VECTOR;
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTOR; i += 2) {
+        words one = vectors[i], other = vectors[i + 1];
+        vectors[i] = __builtin_shuffle(one, other, low);
+        vectors[i + 1] = __builtin_shuffle(one, other, low + 2);
+    }
+    low = (lane & ~3) + (lane & 1) + (lane & 2) / 2 * VECTOR;
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTOR; i += 4) {
+        words a = vectors[i], b = vectors[i + 1], c = vectors[i + 2], d = vectors[i + 3];
+        vectors[i] = __builtin_shuffle(a, c, low);
+        vectors[i + 1] = __builtin_shuffle(a, c, low + 2);
+        vectors[i + 2] = __builtin_shuffle(b, d, low);
+        vectors[i + 3] = __builtin_shuffle(b, d, low + 2);
+    }
+#pragma GCC unroll 2
+    for (int apart = 4; apart < VECTOR; apart *= 2) {
+        words is_upper = (lane & apart) != 0;
+        low = lane + (is_upper & (VECTOR - apart));
+        high = lane + apart + (is_upper & (VECTOR - apart));
+#pragma GCC unroll 2
+        for (int first = 0; first < VECTOR; first += 2 * apart)
+#pragma GCC unroll 8
+            for (int i = first; i < first + apart; i++) {
+                words one = vectors[i], other = vectors[i + apart];
+                vectors[i] = __builtin_shuffle(one, other, low);
+                vectors[i + apart] = __builtin_shuffle(one, other, high);
+            }
+    }
+}
+#else
+static void transpose(words *vectors) {
+    int32_t from[VECTOR][VECTOR], to[VECTOR][VECTOR];
+    memcpy(from, vectors, sizeof from);
+    for (int i = 0; i < VECTOR; i++)
+        for (int j = 0; j < VECTOR; j++) to[j][i] = from[i][j];
+    memcpy(vectors, to, sizeof to);
+}
+#endif
+
 /* ---- Many rows over the same tokens --------------------------------------------------------------
  *
  * Query vectors lie side by side in the lanes of vectors, so that keys and values are read as they
@@ -247,25 +293,42 @@ INLINE void attend_tile(const struct heads *heads, const struct segment *segment
     struct softmax softmax;
     int64_t at[MAX_VECTORS * VECTOR]; /* each vector's place among the heads of all rows */
     int32_t seen[MAX_VECTORS * VECTOR];
+    word loaded[MAX_VECTORS * VECTOR][MAX_HEAD_DIM];
     int64_t longest = 0, shortest = INT64_MAX;
 #ifdef __AVX512BF16__
     word pairs[TOKENS / 2 * MAX_HEAD_DIM];
 #endif
     for (int64_t j = 0; j < width; j++) {
         int64_t vector = first + (j < count ? j : count - 1), row = vector / group;
-        word loaded[MAX_HEAD_DIM];
-        load_query(heads, segment->rows[row], head * group + vector % group, loaded, is_bf16);
-        for (int64_t w = 0; w < num_words; w++) ((word *)query[w])[j] = loaded[w];
         int64_t now = segment->seen[row];
         seen[j] = (int32_t)now;
         longest = now > longest ? now : longest;
         shortest = now < shortest ? now : shortest;
+        load_query(heads, segment->rows[row], head * group + vector % group, loaded[j], is_bf16);
         at[j] = segment->rows[row] * num_heads + head * group + vector % group;
-        const float *state = heads->states + 2 * at[j], *sum = heads->sums + at[j] * dim;
-        const int is_first = segment->is_first != 0;
-        ((float *)softmax.exponent)[j] = is_first ? -FLT_MAX : state[0];
-        ((float *)softmax.total)[j] = is_first ? 0.0f : state[1];
-        for (int64_t d = 0; d < dim; d++) ((float *)sums[d])[j] = is_first ? 0.0f : sum[d];
+        const float *state = heads->states + 2 * at[j];
+        ((float *)softmax.exponent)[j] = segment->is_first ? -FLT_MAX : state[0];
+        ((float *)softmax.total)[j] = segment->is_first ? 0.0f : state[1];
+    }
+    for (int v = 0; v < num_vectors; v++) {
+        for (int64_t w = 0; w < num_words; w += VECTOR) {
+            words block[VECTOR];
+            for (int j = 0; j < VECTOR; j++)
+                block[j] = load_words(loaded[v * VECTOR + j] + w, num_words - w);
+            transpose(block);
+            for (int j = 0; j < VECTOR; j++) query[w + j][v] = (lanes)block[j];
+        }
+        for (int64_t d = 0; d < dim; d += VECTOR) {
+            words block[VECTOR] = {{0}};
+            if (!segment->is_first) {
+                for (int j = 0; j < VECTOR; j++) {
+                    const float *from = heads->sums + at[v * VECTOR + j] * dim + d;
+                    block[j] = load_words((const word *)from, dim - d);
+                }
+                transpose(block);
+            }
+            for (int j = 0; j < VECTOR; j++) sums[d + j][v] = (lanes)block[j];
+        }
     }
     for (int64_t start = 0; start < longest; start += TOKENS) {
         int64_t length = longest - start < TOKENS ? longest - start : TOKENS;
@@ -334,12 +397,23 @@ INLINE void attend_tile(const struct heads *heads, const struct segment *segment
                 for (int v = 0; v < num_vectors; v++) sums[d + i][v] = sum[i][v];
         }
     }
+    for (int v = 0; v < num_vectors; v++) {
+        lanes share = (lanes){0} + 1.0f;
+        if (segment->is_last) share /= softmax.total[v];
+        int64_t left = count - v * VECTOR < VECTOR ? count - v * VECTOR : VECTOR;
+        for (int64_t d = 0; d < dim; d += VECTOR) {
+            words block[VECTOR];
+            for (int j = 0; j < VECTOR; j++) block[j] = (words)(sums[d + j][v] * share);
+            transpose(block);
+            for (int64_t j = 0; j < left; j++) {
+                float *to = heads->sums + at[v * VECTOR + j] * dim + d;
+                store_words(block[j], (word *)to, dim - d);
+            }
+        }
+    }
     for (int64_t j = 0; j < count; j++) {
-        float *state = heads->states + 2 * at[j], *sum = heads->sums + at[j] * dim;
-        float share = segment->is_last ? 1.0f / ((float *)softmax.total)[j] : 1.0f;
-        for (int64_t d = 0; d < dim; d++) sum[d] = ((float *)sums[d])[j] * share;
-        state[0] = ((float *)softmax.exponent)[j];
-        state[1] = ((float *)softmax.total)[j];
+        heads->states[2 * at[j]] = ((float *)softmax.exponent)[j];
+        heads->states[2 * at[j] + 1] = ((float *)softmax.total)[j];
     }
 }
 
@@ -447,51 +521,6 @@ INLINE struct fetch fetch_after(const struct tails *tails, int64_t first, int64_
     if (end > first + TOKENS) end = first + TOKENS;
     return (struct fetch){tokens, tails->slots + first, tails->slots + end, heads->token_stride, 0};
 }
-
-/* Lane j of vector i becomes lane i of vector j. */
-#if defined(__GNUC__) && !defined(__clang__)
-INLINE void transpose(words *vectors) { /* within blocks of four lanes first */
-    words lane, low, high;
-    for (int i = 0; i < VECTOR; i++) lane[i] = i;
-    low = (lane & ~3) + (lane & 3) / 2 + (lane & 1) * VECTOR;
-#pragma GCC unroll 8
-    for (int i = 0; i < VECTOR; i += 2) {
-        words one = vectors[i], other = vectors[i + 1];
-        vectors[i] = __builtin_shuffle(one, other, low);
-        vectors[i + 1] = __builtin_shuffle(one, other, low + 2);
-    }
-    low = (lane & ~3) + (lane & 1) + (lane & 2) / 2 * VECTOR;
-#pragma GCC unroll 4
-    for (int i = 0; i < VECTOR; i += 4) {
-        words a = vectors[i], b = vectors[i + 1], c = vectors[i + 2], d = vectors[i + 3];
-        vectors[i] = __builtin_shuffle(a, c, low);
-        vectors[i + 1] = __builtin_shuffle(a, c, low + 2);
-        vectors[i + 2] = __builtin_shuffle(b, d, low);
-        vectors[i + 3] = __builtin_shuffle(b, d, low + 2);
-    }
-#pragma GCC unroll 2
-    for (int apart = 4; apart < VECTOR; apart *= 2) {
-        words is_upper = (lane & apart) != 0;
-        low = lane + (is_upper & (VECTOR - apart));
-        high = lane + apart + (is_upper & (VECTOR - apart));
-#pragma GCC unroll 16
-        for (int i = 0; i < VECTOR; i++)
-            if ((i & apart) == 0) {
-                words one = vectors[i], other = vectors[i + apart];
-                vectors[i] = __builtin_shuffle(one, other, low);
-                vectors[i + apart] = __builtin_shuffle(one, other, high);
-            }
-    }
-}
-#else
-static void transpose(words *vectors) {
-    int32_t from[VECTOR][VECTOR], to[VECTOR][VECTOR];
-    memcpy(from, vectors, sizeof from);
-    for (int i = 0; i < VECTOR; i++)
-        for (int j = 0; j < VECTOR; j++) to[j][i] = from[i][j];
-    memcpy(vectors, to, sizeof to);
-}
-#endif
 
 /* scores [group][TOKENS] of two vectors of tokens, from their transposed keys [num_words][2]. */
 INLINE void score_tokens(word (*query)[MAX_HEAD_DIM], words (*keys)[2], int64_t num_words,
