@@ -1,9 +1,6 @@
 """A row's attention has the same bits however its tokens are cut into segments and its rows into
 steps: what keeps answers the same whatever is cached."""
 
-import ctypes
-import platform
-import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,30 +11,20 @@ from torch import Tensor
 
 from sapwood.kernels.cpu import CpuKernels
 from sapwood.kernels.interface import KVCache, KVCacheSpec
-from sapwood.kernels.native import Native, build
+from sapwood.kernels.native import Native
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
 
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-
-FLAGS = {"own": [], "avx2": ["-march=x86-64-v3"], "plain": ["-march=x86-64-v2"]}
-WAYS = list(FLAGS) if platform.machine() == "x86_64" else ["own"]
 NUM_KV_HEADS = 2
 # Odd blocks cut between two tokens whose bfloat16 values are multiplied together.
 SHAPES = [(16, 3, 64), (1, 1, 40), (3, 2, 80), (5, 5, 8), (16, 4, 256), (64, 9, 64)]
 
 
-@pytest.fixture(params=WAYS)
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    assert COMPILER is not None
-    if request.param == "avx2" and torch.cpu.get_capabilities().get("avx2") is False:
-        pytest.skip("this processor has no AVX2")
-    library = ctypes.CDLL(str(build(COMPILER, FLAGS[request.param])))
-
+@pytest.fixture
+def kernels(native: Native) -> CpuKernels:
     class Kernels(CpuKernels):
         @staticmethod
         def _load() -> Native:
-            return Native(library)
+            return native
 
     return Kernels()
 

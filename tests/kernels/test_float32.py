@@ -1,30 +1,13 @@
 """Projections in float32 against float64, and the same bits of a row in every batch."""
 
-import ctypes
-import platform
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
 
-from sapwood.kernels.native import Native, build
+from sapwood.kernels.native import Native
 from sapwood.kernels.projections import Float32Projection, linear, pack_float32
 
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-
-FLAGS = {"own": [], "avx2": ["-march=x86-64-v3"], "plain": ["-march=x86-64-v2"]}
-WAYS = list(FLAGS) if platform.machine() == "x86_64" else ["own"]
 SHAPES = [(1, 1), (3, 5), (31, 47), (64, 48), (33, 49), (576, 100)]  # in, out
-
-
-@pytest.fixture(params=WAYS)
-def native(request: pytest.FixtureRequest) -> Native:
-    assert COMPILER is not None
-    if request.param == "avx2" and torch.cpu.get_capabilities().get("avx2") is False:
-        pytest.skip("this processor has no AVX2")
-    return Native(ctypes.CDLL(str(build(COMPILER, FLAGS[request.param]))))
 
 
 def random_numbers(*shape: int, seed: int) -> Tensor:

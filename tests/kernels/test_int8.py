@@ -1,7 +1,6 @@
 """Projections in int8 against the arithmetic they stand for, done in float64."""
 
 import ctypes
-import platform
 import shutil
 from functools import partial
 
@@ -23,21 +22,8 @@ from sapwood.kernels.projections import (
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
-# Every way to multiply that this processor has: its own, pairs of 16 bits, and plain C.
-IS_X86 = platform.machine() == "x86_64"
-FLAGS = {"own": [], "avx2": ["-march=x86-64-v3"], "plain": ["-march=x86-64-v2"]}
-WAYS = list(FLAGS) if IS_X86 else ["own"]
-
 SHAPES = [(1, 1), (3, 5), (31, 47), (32, 48), (64, 17), (33, 49), (576, 100)]  # in, out
 LEVELS, FINER = 127, 254
-
-
-@pytest.fixture(params=WAYS)
-def native(request: pytest.FixtureRequest) -> Native:
-    assert COMPILER is not None
-    if request.param == "avx2" and torch.cpu.get_capabilities().get("avx2") is False:
-        pytest.skip("this processor has no AVX2")
-    return Native(ctypes.CDLL(str(build(COMPILER, FLAGS[request.param]))))
 
 
 @pytest.fixture
