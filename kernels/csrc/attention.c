@@ -24,7 +24,8 @@
 
 enum {
     TOKENS = 128, /* keys that are scored at once */
-    MAX_HEAD_DIM = 256
+    MAX_HEAD_DIM = 256,
+    LINE_WORDS = 16 /* of a cache line */
 };
 #ifdef __AVX512F__
 enum { STEP = 8, MAX_VECTORS = 3 };
@@ -178,14 +179,14 @@ static void transpose(words *vectors) {
 }
 #endif
 
-/* ---- Many rows over the same tokens --------------------------------------------------------------
+/* ---- Many rows over the same tokens -------------------------------------------------------------
  *
  * Query vectors lie side by side in the lanes of vectors, so that keys and values are read as they
  * lie, one word for all lanes, and a row's softmax never leaves its lane. A block is STEP keys, or
  * STEP dimensions of a value, times up to three vectors: as many sums as there are registers. */
 
-/* Query vectors, one a lane: their sums so far, the scores or weights of some tokens, and the softmax:
- * exponents, sums of weights, and the factor for the sums before those tokens. */
+/* Query vectors, one a lane: their sums so far, the scores or weights of some tokens, and the
+ * softmax: exponents, sums of weights, and the factor for the sums before those tokens. */
 struct tile {
     lanes query[MAX_HEAD_DIM][MAX_VECTORS], sums[MAX_HEAD_DIM][MAX_VECTORS];
     lanes scores[TOKENS + STEP][MAX_VECTORS];
@@ -330,11 +331,21 @@ INLINE void fill_tile(struct tile *tile, const struct heads *heads, const struct
     }
 }
 
-/* Scores of `length` tokens, the first of which is the segment's token `start`. There are keys up to
- * a multiple of STEP. */
-INLINE void score_tile(struct tile *tile, const word *const *key, int64_t start, int64_t length,
-                       int64_t num_words, const int num_vectors, const int is_bf16) {
+/* Scores of `length` tokens, the first of which is the segment's token `start`. There are keys up
+ * to a multiple of STEP. Meanwhile the tokens after them are fetched. */
+INLINE void score_tile(struct tile *tile, const struct heads *heads, const struct segment *segment,
+                       int64_t head, const word *const *key, int64_t start, int64_t length,
+                       const int num_vectors, const int is_bf16) {
+    const int64_t num_words = heads->num_words;
     for (int64_t t = 0; t < length; t += STEP) {
+        const int64_t next = start + TOKENS + t;
+        for (int64_t i = next; i < next + STEP && i < tile->longest; i++) {
+            int64_t token = segment->slots[i] * heads->token_stride + head * num_words;
+            for (int64_t w = 0; w < num_words; w += LINE_WORDS) {
+                __builtin_prefetch(heads->keys + token + w);
+                __builtin_prefetch(heads->values + token + w);
+            }
+        }
         lanes sum[STEP][MAX_VECTORS];
 #pragma GCC unroll 8
         for (int i = 0; i < STEP; i++)
@@ -370,7 +381,8 @@ INLINE void sum_tile(struct tile *tile, const word *const *value, int64_t num_st
 #pragma GCC unroll 8
         for (int i = 0; i < STEP; i++)
 #pragma GCC unroll 3
-            for (int v = 0; v < num_vectors; v++) sum[i][v] = tile->sums[d + i][v] * tile->before[v];
+            for (int v = 0; v < num_vectors; v++)
+                sum[i][v] = tile->sums[d + i][v] * tile->before[v];
         for (int64_t t = 0; t < num_steps; t++) {
             const word *from = value[t] + d;
 #pragma GCC unroll 8
@@ -429,7 +441,7 @@ INLINE void attend_tile(const struct heads *heads, const struct segment *segment
             value[t] = heads->values + token;
         }
         for (int64_t t = length; t < length + STEP; t++) key[t] = key[length - 1];
-        score_tile(&tile, key, start, length, num_words, num_vectors, is_bf16);
+        score_tile(&tile, heads, segment, head, key, start, length, num_vectors, is_bf16);
         int64_t num_steps = is_bf16 ? (length + 1) / 2 : length;
         if (is_bf16) {
 #ifdef __AVX512BF16__
@@ -498,7 +510,7 @@ void sapwood_attend_rows(const float *query, int64_t query_stride, const void *k
     }
 }
 
-/* ---- Single rows, each over tokens of its own ------------------------------------------------------
+/* ---- Single rows, each over tokens of its own ---------------------------------------------------
  *
  * Scores have a token in each lane, for which keys are transposed; results a dimension. Scores of
  * other tokens and sums of other heads and dimensions can be had apart, so that threads share even
