@@ -24,7 +24,8 @@
 
 enum {
     TOKENS = 128, /* keys that are scored at once */
-    MAX_HEAD_DIM = 256
+    MAX_HEAD_DIM = 256,
+    LINE_WORDS = 16 /* of a cache line */
 };
 #ifdef __AVX512F__
 enum { STEP = 8, MAX_VECTORS = 3 };
@@ -178,28 +179,32 @@ static void transpose(words *vectors) {
 }
 #endif
 
-/* ---- Many rows over the same tokens --------------------------------------------------------------
+/* ---- Many rows over the same tokens -------------------------------------------------------------
  *
  * Query vectors lie side by side in the lanes of vectors, so that keys and values are read as they
  * lie, one word for all lanes, and a row's softmax never leaves its lane. A block is STEP keys, or
  * STEP dimensions of a value, times up to three vectors: as many sums as there are registers. */
 
-/* The softmax of a tile's query vectors, a lane each, and the factor for the sums before the last
- * tokens. */
-struct softmax {
+/* Query vectors, one a lane: their sums so far, the scores or weights of some tokens, and the
+ * softmax: exponents, sums of weights, and the factor for the sums before those tokens. */
+struct tile {
+    lanes query[MAX_HEAD_DIM][MAX_VECTORS], sums[MAX_HEAD_DIM][MAX_VECTORS];
+    lanes scores[TOKENS + STEP][MAX_VECTORS];
     lanes exponent[MAX_VECTORS], total[MAX_VECTORS], before[MAX_VECTORS];
+    int64_t at[MAX_VECTORS * VECTOR]; /* each vector's place among the heads of all rows */
+    int32_t seen[MAX_VECTORS * VECTOR];
+    int64_t longest, shortest; /* of seen */
 };
 
 /* Go on with the scores of `length` tokens, which become weights. */
-INLINE void weigh(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t length,
-                  const int num_vectors) {
+INLINE void weigh(struct tile *tile, int64_t length, const int num_vectors) {
     const int width = num_vectors * VECTOR;
-    float *exponent = (float *)s->exponent, *total = (float *)s->total;
-    float *before = (float *)s->before, most[MAX_VECTORS * VECTOR];
+    float *exponent = (float *)tile->exponent, *total = (float *)tile->total;
+    float *before = (float *)tile->before, most[MAX_VECTORS * VECTOR];
 #pragma omp simd
     for (int j = 0; j < width; j++) most[j] = -FLT_MAX;
     for (int64_t t = 0; t < length; t++) {
-        const float *score = (const float *)scores[t];
+        const float *score = (const float *)tile->scores[t];
 #pragma omp simd
         for (int j = 0; j < width; j++) most[j] = score[j] > most[j] ? score[j] : most[j];
     }
@@ -212,7 +217,7 @@ INLINE void weigh(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t lengt
         exponent[j] = now;
     }
     for (int64_t t = 0; t < length; t++) {
-        float *score = (float *)scores[t];
+        float *score = (float *)tile->scores[t];
 #pragma omp simd
         for (int j = 0; j < width; j++) {
             score[j] = weight_of(score[j], exponent[j]);
@@ -224,8 +229,8 @@ INLINE void weigh(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t lengt
 #ifdef __AVX512BF16__
 /* The same in bfloat16: scores[t] becomes the weights of the tokens 2 t and 2 t + 1. Beside an odd
  * last one there is a weight of zero, for which scores has room. */
-INLINE void weigh_bf16(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t length,
-                       const int num_vectors) {
+INLINE void weigh_bf16(struct tile *tile, int64_t length, const int num_vectors) {
+    lanes(*scores)[MAX_VECTORS] = tile->scores;
     __m512 exponent[MAX_VECTORS], total[MAX_VECTORS];
 #pragma GCC unroll 3
     for (int v = 0; v < num_vectors; v++) exponent[v] = _mm512_set1_ps(-FLT_MAX);
@@ -235,12 +240,12 @@ INLINE void weigh_bf16(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t 
             exponent[v] = _mm512_max_ps((__m512)scores[t][v], exponent[v]);
 #pragma GCC unroll 3
     for (int v = 0; v < num_vectors; v++) {
-        __m512 was = (__m512)s->exponent[v];
+        __m512 was = (__m512)tile->exponent[v];
         exponent[v] = _mm512_max_ps(floor_of(exponent[v]), was);
         __m512 before = _mm512_scalef_ps(_mm512_set1_ps(1.0f), was - exponent[v]);
-        total[v] = (__m512)s->total[v] * before;
-        s->before[v] = (lanes)before;
-        s->exponent[v] = (lanes)exponent[v];
+        total[v] = (__m512)tile->total[v] * before;
+        tile->before[v] = (lanes)before;
+        tile->exponent[v] = (lanes)exponent[v];
         scores[length][v] = (lanes)_mm512_set1_ps(UNSEEN);
     }
     for (int64_t t = 0; t < length; t += 2)
@@ -252,7 +257,7 @@ INLINE void weigh_bf16(struct softmax *s, lanes (*scores)[MAX_VECTORS], int64_t 
             scores[t / 2][v] = (lanes)pair;
         }
 #pragma GCC unroll 3
-    for (int v = 0; v < num_vectors; v++) s->total[v] = (lanes)total[v];
+    for (int v = 0; v < num_vectors; v++) tile->total[v] = (lanes)total[v];
 }
 
 /* Make value[t] point to the words of the tokens 2 t and 2 t + 1, in `pairs`. Beside an odd last
@@ -282,33 +287,27 @@ struct segment {
     int64_t count, is_first, is_last;
 };
 
-/* Query vectors first ... first + count - 1 of KV head `head`; vector i is head i % group of row
- * i / group. */
-INLINE void attend_tile(const struct heads *heads, const struct segment *segment, int64_t head,
-                        int64_t first, int64_t count, const int num_vectors, const int is_bf16) {
+/* Query vectors first ... first + count - 1 of KV head `head`, from the state in which they are;
+ * vector i is head i % group of row i / group. */
+INLINE void fill_tile(struct tile *tile, const struct heads *heads, const struct segment *segment,
+                      int64_t head, int64_t first, int64_t count, const int num_vectors,
+                      const int is_bf16) {
     const int64_t dim = heads->dim, group = heads->group, num_words = heads->num_words;
-    const int64_t num_heads = heads->num_kv_heads * group, width = (int64_t)num_vectors * VECTOR;
-    lanes query[MAX_HEAD_DIM][MAX_VECTORS], sums[MAX_HEAD_DIM][MAX_VECTORS];
-    lanes scores[TOKENS + STEP][MAX_VECTORS];
-    struct softmax softmax;
-    int64_t at[MAX_VECTORS * VECTOR]; /* each vector's place among the heads of all rows */
-    int32_t seen[MAX_VECTORS * VECTOR];
+    const int64_t num_heads = heads->num_kv_heads * group;
     word loaded[MAX_VECTORS * VECTOR][MAX_HEAD_DIM];
-    int64_t longest = 0, shortest = INT64_MAX;
-#ifdef __AVX512BF16__
-    word pairs[TOKENS / 2 * MAX_HEAD_DIM];
-#endif
-    for (int64_t j = 0; j < width; j++) {
+    tile->longest = 0;
+    tile->shortest = INT64_MAX;
+    for (int64_t j = 0; j < num_vectors * VECTOR; j++) {
         int64_t vector = first + (j < count ? j : count - 1), row = vector / group;
-        int64_t now = segment->seen[row];
-        seen[j] = (int32_t)now;
-        longest = now > longest ? now : longest;
-        shortest = now < shortest ? now : shortest;
+        int64_t seen = segment->seen[row];
+        tile->seen[j] = (int32_t)seen;
+        tile->longest = seen > tile->longest ? seen : tile->longest;
+        tile->shortest = seen < tile->shortest ? seen : tile->shortest;
         load_query(heads, segment->rows[row], head * group + vector % group, loaded[j], is_bf16);
-        at[j] = segment->rows[row] * num_heads + head * group + vector % group;
-        const float *state = heads->states + 2 * at[j];
-        ((float *)softmax.exponent)[j] = segment->is_first ? -FLT_MAX : state[0];
-        ((float *)softmax.total)[j] = segment->is_first ? 0.0f : state[1];
+        tile->at[j] = segment->rows[row] * num_heads + head * group + vector % group;
+        const float *state = heads->states + 2 * tile->at[j];
+        ((float *)tile->exponent)[j] = segment->is_first ? -FLT_MAX : state[0];
+        ((float *)tile->total)[j] = segment->is_first ? 0.0f : state[1];
     }
     for (int v = 0; v < num_vectors; v++) {
         for (int64_t w = 0; w < num_words; w += VECTOR) {
@@ -316,22 +315,125 @@ INLINE void attend_tile(const struct heads *heads, const struct segment *segment
             for (int j = 0; j < VECTOR; j++)
                 block[j] = load_words(loaded[v * VECTOR + j] + w, num_words - w);
             transpose(block);
-            for (int j = 0; j < VECTOR; j++) query[w + j][v] = (lanes)block[j];
+            for (int j = 0; j < VECTOR; j++) tile->query[w + j][v] = (lanes)block[j];
         }
         for (int64_t d = 0; d < dim; d += VECTOR) {
             words block[VECTOR] = {{0}};
             if (!segment->is_first) {
                 for (int j = 0; j < VECTOR; j++) {
-                    const float *from = heads->sums + at[v * VECTOR + j] * dim + d;
+                    const float *from = heads->sums + tile->at[v * VECTOR + j] * dim + d;
                     block[j] = load_words((const word *)from, dim - d);
                 }
                 transpose(block);
             }
-            for (int j = 0; j < VECTOR; j++) sums[d + j][v] = (lanes)block[j];
+            for (int j = 0; j < VECTOR; j++) tile->sums[d + j][v] = (lanes)block[j];
         }
     }
-    for (int64_t start = 0; start < longest; start += TOKENS) {
-        int64_t length = longest - start < TOKENS ? longest - start : TOKENS;
+}
+
+/* Scores of `length` tokens, the first of which is the segment's token `start`. There are keys up
+ * to a multiple of STEP. Meanwhile the tokens after them are fetched. */
+INLINE void score_tile(struct tile *tile, const struct heads *heads, const struct segment *segment,
+                       int64_t head, const word *const *key, int64_t start, int64_t length,
+                       const int num_vectors, const int is_bf16) {
+    const int64_t num_words = heads->num_words;
+    for (int64_t t = 0; t < length; t += STEP) {
+        const int64_t next = start + TOKENS + t;
+        for (int64_t i = next; i < next + STEP && i < tile->longest; i++) {
+            int64_t token = segment->slots[i] * heads->token_stride + head * num_words;
+            for (int64_t w = 0; w < num_words; w += LINE_WORDS) {
+                __builtin_prefetch(heads->keys + token + w);
+                __builtin_prefetch(heads->values + token + w);
+            }
+        }
+        lanes sum[STEP][MAX_VECTORS];
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < num_vectors; v++) sum[i][v] = (lanes){0};
+        for (int64_t w = 0; w < num_words; w++) {
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                for (int v = 0; v < num_vectors; v++)
+                    sum[i][v] = multiply_add(sum[i][v], all_words(key[t + i][w]),
+                                             (words)tile->query[w][v], is_bf16);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < num_vectors; v++) tile->scores[t + i][v] = sum[i][v];
+    }
+    if (start + length <= tile->shortest) return;
+    for (int64_t t = 0; t < length; t++) {
+        float *score = (float *)tile->scores[t];
+#pragma omp simd
+        for (int64_t j = 0; j < num_vectors * VECTOR; j++)
+            score[j] = start + t < tile->seen[j] ? score[j] : UNSEEN;
+    }
+}
+
+/* Add the weighted values of num_steps words of tokens to the sums. */
+INLINE void sum_tile(struct tile *tile, const word *const *value, int64_t num_steps, int64_t dim,
+                     const int num_vectors, const int is_bf16) {
+    for (int64_t d = 0; d < dim; d += STEP) {
+        lanes sum[STEP][MAX_VECTORS];
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < num_vectors; v++)
+                sum[i][v] = tile->sums[d + i][v] * tile->before[v];
+        for (int64_t t = 0; t < num_steps; t++) {
+            const word *from = value[t] + d;
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+                for (int v = 0; v < num_vectors; v++)
+                    sum[i][v] = multiply_add(sum[i][v], all_words(from[i]),
+                                             (words)tile->scores[t][v], is_bf16);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 3
+            for (int v = 0; v < num_vectors; v++) tile->sums[d + i][v] = sum[i][v];
+    }
+}
+
+/* Leave the first `count` vectors' state, or their results. */
+INLINE void empty_tile(struct tile *tile, const struct heads *heads, int64_t count,
+                       int64_t is_last, const int num_vectors) {
+    const int64_t dim = heads->dim;
+    for (int v = 0; v < num_vectors; v++) {
+        lanes share = (lanes){0} + 1.0f;
+        if (is_last) share /= tile->total[v];
+        int64_t left = count - v * VECTOR < VECTOR ? count - v * VECTOR : VECTOR;
+        for (int64_t d = 0; d < dim; d += VECTOR) {
+            words block[VECTOR];
+            for (int j = 0; j < VECTOR; j++) block[j] = (words)(tile->sums[d + j][v] * share);
+            transpose(block);
+            for (int64_t j = 0; j < left; j++) {
+                float *to = heads->sums + tile->at[v * VECTOR + j] * dim + d;
+                store_words(block[j], (word *)to, dim - d);
+            }
+        }
+    }
+    for (int64_t j = 0; j < count; j++) {
+        heads->states[2 * tile->at[j]] = ((float *)tile->exponent)[j];
+        heads->states[2 * tile->at[j] + 1] = ((float *)tile->total)[j];
+    }
+}
+
+/* The segment's tokens for query vectors first ... first + count - 1 of KV head `head`. */
+INLINE void attend_tile(const struct heads *heads, const struct segment *segment, int64_t head,
+                        int64_t first, int64_t count, const int num_vectors, const int is_bf16) {
+    const int64_t num_words = heads->num_words;
+    struct tile tile;
+#ifdef __AVX512BF16__
+    word pairs[TOKENS / 2 * MAX_HEAD_DIM];
+#endif
+    fill_tile(&tile, heads, segment, head, first, count, num_vectors, is_bf16);
+    for (int64_t start = 0; start < tile.longest; start += TOKENS) {
+        int64_t length = tile.longest - start < TOKENS ? tile.longest - start : TOKENS;
         const word *key[TOKENS + STEP], *value[TOKENS];
         for (int64_t t = 0; t < length; t++) {
             int64_t token = segment->slots[start + t] * heads->token_stride + head * num_words;
@@ -339,82 +441,19 @@ INLINE void attend_tile(const struct heads *heads, const struct segment *segment
             value[t] = heads->values + token;
         }
         for (int64_t t = length; t < length + STEP; t++) key[t] = key[length - 1];
-        for (int64_t t = 0; t < length; t += STEP) {
-            lanes sum[STEP][MAX_VECTORS];
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++)
-#pragma GCC unroll 3
-                for (int v = 0; v < num_vectors; v++) sum[i][v] = (lanes){0};
-            for (int64_t w = 0; w < num_words; w++) {
-#pragma GCC unroll 8
-                for (int i = 0; i < STEP; i++)
-#pragma GCC unroll 3
-                    for (int v = 0; v < num_vectors; v++)
-                        sum[i][v] = multiply_add(sum[i][v], all_words(key[t + i][w]),
-                                                 (words)query[w][v], is_bf16);
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++)
-#pragma GCC unroll 3
-                for (int v = 0; v < num_vectors; v++) scores[t + i][v] = sum[i][v];
-        }
-        const int is_masked = start + length > shortest;
-        if (is_masked)
-            for (int64_t t = 0; t < length; t++) {
-                float *score = (float *)scores[t];
-#pragma omp simd
-                for (int64_t j = 0; j < width; j++)
-                    score[j] = start + t < seen[j] ? score[j] : UNSEEN;
-            }
+        score_tile(&tile, heads, segment, head, key, start, length, num_vectors, is_bf16);
         int64_t num_steps = is_bf16 ? (length + 1) / 2 : length;
         if (is_bf16) {
 #ifdef __AVX512BF16__
-            weigh_bf16(&softmax, scores, length, num_vectors);
+            weigh_bf16(&tile, length, num_vectors);
             pair_values(value, length, num_words, pairs);
 #endif
         } else {
-            weigh(&softmax, scores, length, num_vectors);
+            weigh(&tile, length, num_vectors);
         }
-        for (int64_t d = 0; d < dim; d += STEP) {
-            lanes sum[STEP][MAX_VECTORS];
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++)
-#pragma GCC unroll 3
-                for (int v = 0; v < num_vectors; v++)
-                    sum[i][v] = sums[d + i][v] * softmax.before[v];
-            for (int64_t t = 0; t < num_steps; t++) {
-                const word *from = value[t] + d;
-#pragma GCC unroll 8
-                for (int i = 0; i < STEP; i++)
-#pragma GCC unroll 3
-                    for (int v = 0; v < num_vectors; v++)
-                        sum[i][v] = multiply_add(sum[i][v], all_words(from[i]),
-                                                 (words)scores[t][v], is_bf16);
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP; i++)
-#pragma GCC unroll 3
-                for (int v = 0; v < num_vectors; v++) sums[d + i][v] = sum[i][v];
-        }
+        sum_tile(&tile, value, num_steps, heads->dim, num_vectors, is_bf16);
     }
-    for (int v = 0; v < num_vectors; v++) {
-        lanes share = (lanes){0} + 1.0f;
-        if (segment->is_last) share /= softmax.total[v];
-        int64_t left = count - v * VECTOR < VECTOR ? count - v * VECTOR : VECTOR;
-        for (int64_t d = 0; d < dim; d += VECTOR) {
-            words block[VECTOR];
-            for (int j = 0; j < VECTOR; j++) block[j] = (words)(sums[d + j][v] * share);
-            transpose(block);
-            for (int64_t j = 0; j < left; j++) {
-                float *to = heads->sums + at[v * VECTOR + j] * dim + d;
-                store_words(block[j], (word *)to, dim - d);
-            }
-        }
-    }
-    for (int64_t j = 0; j < count; j++) {
-        heads->states[2 * at[j]] = ((float *)softmax.exponent)[j];
-        heads->states[2 * at[j] + 1] = ((float *)softmax.total)[j];
-    }
+    empty_tile(&tile, heads, count, segment->is_last, num_vectors);
 }
 
 /* As wide as the rest of the vectors needs. */
@@ -471,7 +510,7 @@ void sapwood_attend_rows(const float *query, int64_t query_stride, const void *k
     }
 }
 
-/* ---- Single rows, each over tokens of its own ------------------------------------------------------
+/* ---- Single rows, each over tokens of its own ---------------------------------------------------
  *
  * Scores have a token in each lane, for which keys are transposed; results a dimension. Scores of
  * other tokens and sums of other heads and dimensions can be had apart, so that threads share even
