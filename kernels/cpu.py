@@ -32,9 +32,6 @@ half the bytes and twice the rate, and of its rounding nothing shows beside int8
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,6 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from sapwood.kernels.huge_pages import HugePages, zeros
 from sapwood.kernels.interface import KVCache, KVCacheSpec
 from sapwood.kernels.native import (
     TOKENS_PER_BLOCK,
@@ -152,6 +150,7 @@ class CpuKernels:
     def __init__(self, *, quantize: bool = False) -> None:
         self._quantize = quantize
         self._native = self._load()
+        self._weights_memory = HugePages()
 
     @staticmethod
     def _load() -> Native | None:
@@ -179,9 +178,7 @@ class CpuKernels:
 
     def make_kv_cache(self, spec: KVCacheSpec) -> KVCache:
         shape = (spec.num_layers, spec.num_slots, spec.num_kv_heads, spec.head_dim)
-        return KVCache(
-            spec, keys=_in_huge_pages(shape, spec.dtype), values=_in_huge_pages(shape, spec.dtype)
-        )
+        return KVCache(spec, keys=zeros(shape, spec.dtype), values=zeros(shape, spec.dtype))
 
     def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
         block_size = kv.spec.block_size
@@ -267,10 +264,14 @@ class CpuKernels:
         self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
     ) -> object:
         if self._native is not None and self._quantize:
-            return pack_int8(self._native, weight, bias, num_planes=2 if is_last else 1)
+            return pack_int8(
+                *(self._native, weight, bias),
+                num_planes=2 if is_last else 1,
+                take=self._weights_memory.take,
+            )
         if weight.dtype == torch.float32:
             if self._native is not None:
-                return pack_float32(self._native, weight, bias)
+                return pack_float32(self._native, weight, bias, take=self._weights_memory.take)
             # oneDNN's blocked layout: 1.1 to 1.3 times as fast as plain weights from 32 rows up, 2
             # times at 1 to 8 rows (2 threads, AVX-512).
             if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -324,23 +325,6 @@ def _unlike(query: Tensor, key: Tensor) -> str:
         f"queries in {query.dtype} cannot attend to keys and values in {key.dtype} here; keep them "
         "in what kv_dtype says"
     )
-
-
-def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in pages of 2 MiB where the system has them.
-
-    All memory is taken now: a first touch later would cost a prefill 5 % of its time. Raises
-    MemoryError.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    try:
-        buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"{num_bytes} bytes cannot be had: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(buffer, dtype=dtype).view(shape).zero_()
 
 
 def _has_whole_rows(*tensors: Tensor) -> bool:

@@ -68,7 +68,7 @@ class PreparedAttention(Protocol):
 
 
 class Kernels(Protocol):
-    """What a model computes with. Backends keep no state between calls.
+    """What a model computes with. Backends keep no state between calls but memory for weights.
 
     Shapes use T for the rows of a step, Hq and Hkv for query and key-value heads (Hq a multiple of
     Hkv, head `h` reads KV head `h // (Hq / Hkv)`), D for the head dimension. A slot is

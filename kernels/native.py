@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -111,6 +111,9 @@ class Tails:
     num_blocks: int
 
 
+Take = Callable[[int], Tensor]  # of a number of bytes, uint8 from the start of a cache line
+
+
 class AttentionState(NamedTuple):
     """What rows have of the tokens so far; undefined before the first, results after the last.
 
@@ -160,9 +163,9 @@ class Native:
         self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
         return out
 
-    def float32_pack(self, weight: Tensor) -> Tensor:
+    def float32_pack(self, weight: Tensor, take: Take) -> Tensor:
         """weight [out, in] in the layout of float32.c."""
-        packed = torch.empty(self._float32_num_floats(*weight.shape))
+        packed = take(4 * self._float32_num_floats(*weight.shape)).view(torch.float32)
         self._float32_pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
         return packed
 
@@ -194,9 +197,9 @@ class Native:
         num_bits: int = self._int8_num_bits(weight.data_ptr(), *weight.shape)
         return num_bits
 
-    def int8_pack(self, weight: Tensor, num_bits: int) -> Tensor:
+    def int8_pack(self, weight: Tensor, num_bits: int, take: Take) -> Tensor:
         """weight [out, in] rounded, uint8 in the layout of int8.c."""
-        packed = torch.empty(self._int8_num_bytes(*weight.shape, num_bits), dtype=torch.uint8)
+        packed = take(self._int8_num_bytes(*weight.shape, num_bits))
         self._int8_pack(weight.data_ptr(), *weight.shape, num_bits, packed.data_ptr())
         return packed
 

@@ -12,9 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sapwood.kernels.native import Native
+from sapwood.kernels.native import Native, Take
 
 GROUP = 32  # inputs that share a scale, as in csrc/int8.c
+
+
+def take_any(num_bytes: int) -> Tensor:
+    """Memory wherever torch has it, uint8 [num_bytes]."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class Float32Projection(NamedTuple):
@@ -53,11 +58,16 @@ class Int8Projection(NamedTuple):
 Projection = Float32Projection | Int8Projection
 
 
-def pack_float32(native: Native, weight: Tensor, bias: Tensor | None) -> Float32Projection:
-    """Lay out weight float32 [out, in]. Memory: as much as the weight, outputs rounded up to 48."""
+def pack_float32(
+    native: Native, weight: Tensor, bias: Tensor | None, *, take: Take = take_any
+) -> Float32Projection:
+    """Lay out weight float32 [out, in], in memory of `take`.
+
+    As many bytes as the weight, outputs rounded up to 48.
+    """
     _check_float32(weight, bias)
     return Float32Projection(
-        packed=native.float32_pack(weight.contiguous()),
+        packed=native.float32_pack(weight.contiguous(), take),
         num_outputs=weight.shape[0],
         num_inputs=weight.shape[1],
         bias=None if bias is None else bias.contiguous(),
@@ -65,17 +75,22 @@ def pack_float32(native: Native, weight: Tensor, bias: Tensor | None) -> Float32
 
 
 def pack_int8(
-    native: Native, weight: Tensor, bias: Tensor | None, *, num_planes: int = 1
+    native: Native,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    num_planes: int = 1,
+    take: Take = take_any,
 ) -> Int8Projection:
-    """Round weight float32 [out, in]. Memory: 1.125 bytes a weight, 0.625 where it has 4 bits.
+    """Round weight float32 [out, in], in memory of `take`.
 
-    Cost: two passes over the weights.
+    1.125 bytes a weight, 0.625 where it has 4 bits. Cost: two passes over the weights.
     """
     _check_float32(weight, bias)
     weight = weight.contiguous()
     num_bits = native.int8_num_bits(weight)
     return Int8Projection(
-        packed=native.int8_pack(weight, num_bits),
+        packed=native.int8_pack(weight, num_bits, take),
         num_bits=num_bits,
         num_outputs=weight.shape[0],
         num_inputs=weight.shape[1],
