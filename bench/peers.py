@@ -364,7 +364,8 @@ def _repeat(
             Cell(row, workload, repetition)
             for workload in arguments.only
             for row in _rows_that_matter(bench.results, rows, workload)
-            if len(bench.results.of(row, workload)) < repetition
+            # Prompts that an engine has seen would come from its cache.
+            if all(run.get("repetition") != repetition for run in bench.results.of(row, workload))
         ]
         bench.run(cells, estimate)
 
