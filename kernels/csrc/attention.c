@@ -118,19 +118,10 @@ INLINE float power_of_two(float power) {
     return result.value;
 }
 
-/* 2^(score - exponent) to 2 units in the last place: a Taylor polynomial of degree 7. */
+/* 2^(score - exponent) to 2 units in the last place. */
 INLINE float weight_of(float score, float exponent) {
     float whole = rintf(score);
-    float x = (score - whole) * LN_2;
-    float p = 1.0f / 5040;
-    p = p * x + 1.0f / 720;
-    p = p * x + 1.0f / 120;
-    p = p * x + 1.0f / 24;
-    p = p * x + 1.0f / 6;
-    p = p * x + 0.5f;
-    p = p * x + 1.0f;
-    p = p * x + 1.0f;
-    return p * power_of_two(whole - exponent);
+    return exp_near_zero((score - whole) * LN_2) * power_of_two(whole - exponent);
 }
 
 /* Lane j of vector i becomes lane i of vector j. */

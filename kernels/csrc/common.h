@@ -20,12 +20,8 @@ typedef float lanes __attribute__((vector_size(VECTOR * 4)));
 
 enum { GRAIN = 16384 }; /* elements below which a second thread costs more than it brings */
 
-/* exp(x) for x <= 0 to 2 units in the last place: x = n ln 2 + r, |r| <= ln 2 / 2, and a Taylor
- * polynomial of degree 7 in r. */
-INLINE float exp_of_nonpositive(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    float n = rintf(x * 1.44269504f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+/* exp(r) for |r| <= ln 2 / 2: a Taylor polynomial of degree 7. */
+INLINE float exp_near_zero(float r) {
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -34,6 +30,15 @@ INLINE float exp_of_nonpositive(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
+    return p;
+}
+
+/* exp(x) for x <= 0 to 2 units in the last place: x = n ln 2 + r, |r| <= ln 2 / 2. */
+INLINE float exp_of_nonpositive(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = exp_near_zero(r);
     union { int32_t bits; float value; } power;
     power.bits = ((int32_t)n + 127) << 23;
     return p * power.value;
