@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sapwood.kernels.huge_pages import HugePages, zeros
-from sapwood.kernels.interface import KVCache, KVCacheSpec
+from sapwood.kernels.interface import Activation, KVCache, KVCacheSpec
 from sapwood.kernels.native import (
     TOKENS_PER_BLOCK,
     AttentionState,
@@ -59,6 +59,7 @@ from sapwood.kernels.projections import (
     pack_float32,
     pack_int8,
 )
+from sapwood.kernels.reference import ReferenceAttention, ReferenceKernels
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
 
 # Measured on two Zen 4 cores with 3 KV heads of 64: a call costs as much as 200 padded tokens;
@@ -127,6 +128,7 @@ class _Merge:
 class TorchAttention:
     """A plan as calls and merges. Where one piece holds all rows in order, nothing is merged."""
 
+    plan: AttentionPlan
     pieces: tuple[_Piece, ...]
     merges: tuple[_Merge, ...]
     num_kv_tokens_read: int
@@ -136,6 +138,7 @@ class TorchAttention:
 class NativeAttention:
     """A plan as calls of native code: `segments` in this order, then `tails`."""
 
+    plan: AttentionPlan
     segments: tuple[RowSegments, ...]
     tails: Tails | None
     num_kv_tokens_read: int
@@ -150,6 +153,7 @@ class CpuKernels:
     def __init__(self, *, quantize: bool = False) -> None:
         self._quantize = quantize
         self._native = self._load()
+        self._reference = ReferenceKernels()
         self._weights_memory = HugePages()
 
     @staticmethod
@@ -189,7 +193,9 @@ class CpuKernels:
 
     def plan_attention(
         self, plan: AttentionPlan, spec: KVCacheSpec
-    ) -> TorchAttention | NativeAttention:
+    ) -> TorchAttention | NativeAttention | ReferenceAttention:
+        if spec.windows != {None}:
+            return self._reference.plan_attention(plan, spec)
         if self._attends_natively(spec.dtype, spec.head_dim):
             return _plan_native(plan)
         pieces, rows_of_piece = [], []
@@ -197,6 +203,7 @@ class CpuKernels:
             pieces.append(planned.piece)
             rows_of_piece.append(planned.rows)
         return TorchAttention(
+            plan=plan,
             pieces=tuple(pieces),
             merges=tuple(_plan_merges(plan.num_rows, rows_of_piece)),
             num_kv_tokens_read=plan.num_kv_tokens,
@@ -216,8 +223,23 @@ class CpuKernels:
         values.index_copy_(0, slots, value)
 
     def attention(
-        self, query: Tensor, kv: KVCache, layer: int, prepared: object, scale: float
+        self,
+        query: Tensor,
+        kv: KVCache,
+        layer: int,
+        prepared: object,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        has_extras = softcap is not None or sinks is not None
+        if has_extras and isinstance(prepared, TorchAttention | NativeAttention):
+            prepared = self._reference.plan_attention(prepared.plan, kv.spec)
+        if isinstance(prepared, ReferenceAttention):
+            return self._reference.attention(
+                query, kv, layer, prepared, scale, softcap=softcap, sinks=sinks
+            )
         key, value = kv.keys[layer], kv.values[layer]
         if isinstance(prepared, NativeAttention):
             fits = self._attends_natively(key.dtype, key.shape[2])
@@ -249,16 +271,21 @@ class CpuKernels:
         partner = heads.roll(heads.shape[-1] // 2, dims=-1)
         return torch.addcmul(heads * cos, partner, sin).to(heads.dtype)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if (
             self._native is not None
+            and activation is Activation.SILU
             and gate_up.dtype == torch.float32
             and gate_up.dim() == 2
             and gate_up.is_contiguous()
         ):
             return self._native.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        match activation:
+            case Activation.SILU:
+                return functional.silu(gate).mul_(up)
+            case Activation.GELU_TANH:
+                return functional.gelu(gate, approximate="tanh").mul_(up)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
@@ -298,10 +325,20 @@ class CpuKernels:
             return linear(self._own_native(), x, packed, None, norm=(weight, eps))
         return self.linear(self.rms_norm(x, weight, eps), packed)
 
-    def gated_linear(self, gate_up: Tensor, packed: object, residual: Tensor) -> Tensor:
-        if isinstance(packed, (Float32Projection, Int8Projection)):
+    def gated_linear(
+        self,
+        gate_up: Tensor,
+        packed: object,
+        residual: Tensor | None = None,
+        *,
+        activation: Activation = Activation.SILU,
+    ) -> Tensor:
+        if (
+            isinstance(packed, (Float32Projection, Int8Projection))
+            and activation is Activation.SILU
+        ):
             return linear(self._own_native(), gate_up, packed, residual, is_gated=True)
-        return self.linear(self.silu_and_mul(gate_up), packed, residual)
+        return self.linear(self.activate_and_mul(gate_up, activation), packed, residual)
 
     def _own_native(self) -> Native:
         assert self._native is not None, "packed or planned by other kernels"
@@ -468,6 +505,7 @@ def _plan_native(plan: AttentionPlan) -> NativeAttention:
         calls.append(_row_segments(several, rows, seen, plan.block_size, is_last=True))
     single = [private for private in plan.private if private.num_rows == 1]
     return NativeAttention(
+        plan=plan,
         segments=tuple(calls),
         tails=_tails(single, plan.block_size) if single else None,
         num_kv_tokens_read=plan.num_kv_tokens,

@@ -8,6 +8,7 @@ runs over every backend.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import torch
@@ -16,9 +17,21 @@ from torch import Tensor
 from sapwood.kernels.segments import AttentionPlan
 
 
+class Activation(StrEnum):
+    """The nonlinearity of a gated MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"  # the approximation by tanh (Hendrycks and Gimpel 2016)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """The size and place of a KV cache. A block holds `block_size` tokens in every layer."""
+    """The size and place of a KV cache. A block holds `block_size` tokens in every layer.
+
+    `layer_windows` has an entry for each layer, or none at all where every layer is full: how many
+    tokens a row sees, itself and those just before it, or None for all of them (Beltagy et al.
+    2020). Windowed layers keep all tokens as well: a prefix is shared whole.
+    """
 
     num_layers: int
     num_blocks: int
@@ -27,11 +40,27 @@ class KVCacheSpec:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    layer_windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be positive")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise ValueError(
+                f"{len(self.layer_windows)} windows were given for {self.num_layers} layers"
+            )
+        if any(window is not None and window < 1 for window in self.layer_windows):
+            raise ValueError(f"a window is below one token: {self.layer_windows}")
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a row of `layer` sees; None for all up to itself."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The different windows of the layers."""
+        return frozenset(self.layer_windows or (None,))
 
     @property
     def num_slots(self) -> int:
@@ -113,12 +142,22 @@ class Kernels(Protocol):
         ...
 
     def attention(
-        self, query: Tensor, kv: KVCache, layer: int, prepared: object, scale: float
+        self,
+        query: Tensor,
+        kv: KVCache,
+        layer: int,
+        prepared: object,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with `query` [T, Hq, D] to the segments of the step; scores are times `scale`.
+        """Attend with `query` [T, Hq, D] to the segments of the step, within the layer's window.
 
-        `prepared` is what this backend's `plan_attention` returned, anything else raises
-        TypeError. The step's own keys and values are written before. Returns [T, Hq, D].
+        Scores are times `scale`, and then `softcap * tanh(score / softcap)` if one is given (Gemma
+        Team 2024). `sinks` [Hq] are scores of one more token for each head that has no value (Xiao
+        et al. 2023). `prepared` is what this backend's `plan_attention` returned, anything else
+        raises TypeError. The step's own keys and values are written before. Returns [T, Hq, D].
         """
         ...
 
@@ -136,8 +175,8 @@ class Kernels(Protocol):
         """
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` for gate and up side by side, [T, 2 I] to [T, I] (Shazeer 2020)."""
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """`activation(gate) * up`, gate and up side by side: [T, 2 I] to [T, I] (Shazeer 2020)."""
         ...
 
     def pack_linear(
@@ -161,6 +200,13 @@ class Kernels(Protocol):
         """`linear(rms_norm(x, weight, eps), packed)`, what is between not necessarily stored."""
         ...
 
-    def gated_linear(self, gate_up: Tensor, packed: object, residual: Tensor) -> Tensor:
-        """`linear(silu_and_mul(gate_up), packed, residual)`, likewise."""
+    def gated_linear(
+        self,
+        gate_up: Tensor,
+        packed: object,
+        residual: Tensor | None = None,
+        *,
+        activation: Activation = Activation.SILU,
+    ) -> Tensor:
+        """`linear(activate_and_mul(gate_up, activation), packed, residual)`, likewise."""
         ...

@@ -13,17 +13,18 @@ and attention over the union of disjoint segments is (Dao et al. 2022; Juravsky 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from sapwood.kernels.interface import KVCache, KVCacheSpec
-from sapwood.kernels.segments import AttentionPlan, Int32Array
+from sapwood.kernels.interface import Activation, KVCache, KVCacheSpec
+from sapwood.kernels.segments import AttentionPlan, Int32Array, PrivateSegment, SharedSegment
 
 
 class PartialAttention(NamedTuple):
@@ -44,19 +45,19 @@ class Projection(NamedTuple):
 class SegmentIndices:
     """One segment: its query rows int64 [n], its slots int64 [L], and which row sees which slot.
 
-    `visible` is bool [n, L], or None where every row sees every slot.
+    `visible` is bool [n, L]; each row sees at least one slot.
     """
 
     rows: Tensor
     slots: Tensor
-    visible: Tensor | None
+    visible: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAttention:
-    """A plan as the segments' indices."""
+    """A plan as the segments' indices, for each of the layers' windows."""
 
-    segments: tuple[SegmentIndices, ...]
+    segments_by_window: Mapping[int | None, tuple[SegmentIndices, ...]]
     num_kv_tokens_read: int
 
 
@@ -94,7 +95,10 @@ class ReferenceKernels:
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> ReferenceAttention:
         return ReferenceAttention(
-            segments=tuple(_segment_indices(plan, spec.device)),
+            segments_by_window={
+                window: tuple(_segment_indices(plan, window, spec.device))
+                for window in spec.windows
+            },
             num_kv_tokens_read=plan.num_kv_tokens,
         )
 
@@ -103,22 +107,34 @@ class ReferenceKernels:
         kv.values[layer, slots] = value
 
     def attention(
-        self, query: Tensor, kv: KVCache, layer: int, prepared: object, scale: float
+        self,
+        query: Tensor,
+        kv: KVCache,
+        layer: int,
+        prepared: object,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(prepared, ReferenceAttention):
             raise TypeError(f"expected a ReferenceAttention, got {type(prepared).__name__}")
         out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-        for segment in prepared.segments:
+        for segment in prepared.segments_by_window[kv.spec.window(layer)]:
             part = _attend(
                 query[segment.rows],
                 kv.keys[layer, segment.slots],
                 kv.values[layer, segment.slots],
                 segment.visible,
                 scale,
+                softcap,
             )
             before = PartialAttention(out[segment.rows], lse[segment.rows])
             out[segment.rows], lse[segment.rows] = _merge(before, part)
+        if sinks is not None:
+            # exp(lse) / (exp(lse) + exp(sink)): the share that the tokens have beside the sink.
+            out = out * torch.sigmoid(lse - sinks.to(torch.float32)).unsqueeze(-1)
         return out.to(query.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -131,9 +147,13 @@ class ReferenceKernels:
         partner = exact.roll(heads.shape[-1] // 2, dims=-1)
         return (exact * cos + partner * sin).to(heads.dtype)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        match activation:
+            case Activation.SILU:
+                return functional.silu(gate) * up
+            case Activation.GELU_TANH:
+                return functional.gelu(gate, approximate="tanh") * up
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
@@ -149,23 +169,42 @@ class ReferenceKernels:
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, packed: object) -> Tensor:
         return self.linear(self.rms_norm(x, weight, eps), packed)
 
-    def gated_linear(self, gate_up: Tensor, packed: object, residual: Tensor) -> Tensor:
-        return self.linear(self.silu_and_mul(gate_up), packed, residual)
+    def gated_linear(
+        self,
+        gate_up: Tensor,
+        packed: object,
+        residual: Tensor | None = None,
+        *,
+        activation: Activation = Activation.SILU,
+    ) -> Tensor:
+        return self.linear(self.activate_and_mul(gate_up, activation), packed, residual)
 
 
-def _segment_indices(plan: AttentionPlan, device: torch.device) -> Iterator[SegmentIndices]:
-    for shared in plan.shared:
-        yield SegmentIndices(
-            rows=torch.from_numpy(shared.rows.astype(np.int64)).to(device),
-            slots=_slots(shared.block_ids, plan.block_size, shared.length, device),
-            visible=None,
-        )
+def _segment_indices(
+    plan: AttentionPlan, window: int | None, device: torch.device
+) -> Iterator[SegmentIndices]:
+    """The plan's segments as rows see them that look back `window` tokens, None for all."""
+    positions = np.empty(plan.num_rows, dtype=np.int64)
     for private in plan.private:
-        rows = torch.arange(private.first_row, private.first_row + private.num_rows, device=device)
-        offset_of_row = torch.arange(private.length - private.num_rows, private.length)
-        visible = torch.arange(private.length) <= offset_of_row.unsqueeze(1)
-        slots = _slots(private.block_ids, plan.block_size, private.length, device)
-        yield SegmentIndices(rows=rows, slots=slots, visible=visible.to(device))
+        end = private.start + private.length
+        last_row = private.first_row + private.num_rows
+        positions[private.first_row : last_row] = np.arange(end - private.num_rows, end)
+    rows_of_segment: list[tuple[SharedSegment | PrivateSegment, NDArray[np.int64]]] = [
+        *((shared, shared.rows.astype(np.int64)) for shared in plan.shared),
+        *((p, np.arange(p.first_row, p.first_row + p.num_rows)) for p in plan.private),
+    ]
+    for segment, rows in rows_of_segment:
+        tokens = segment.start + np.arange(segment.length)
+        visible = tokens <= positions[rows, None]
+        if window is not None:
+            visible &= tokens > positions[rows, None] - window
+        sees_any = visible.any(axis=1)
+        if sees_any.any():
+            yield SegmentIndices(
+                rows=torch.from_numpy(rows[sees_any]).to(device),
+                slots=_slots(segment.block_ids, plan.block_size, segment.length, device),
+                visible=torch.from_numpy(visible[sees_any]).to(device),
+            )
 
 
 def _slots(block_ids: Int32Array, block_size: int, length: int, device: torch.device) -> Tensor:
@@ -176,15 +215,21 @@ def _slots(block_ids: Int32Array, block_size: int, length: int, device: torch.de
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> PartialAttention:
     """Partial attention of query [n, Hq, D] over key and value [L, Hkv, D]."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.to(torch.float32).view(num_rows, num_kv_heads, -1, head_dim)
     scores = torch.einsum("nkgd,lkd->nkgl", grouped, key.to(torch.float32)) * scale
-    if visible is not None:
-        scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
     out = torch.einsum("nkgl,lkd->nkgd", scores.softmax(dim=-1), value.to(torch.float32))
     return PartialAttention(
         out=out.reshape(num_rows, num_heads, head_dim),

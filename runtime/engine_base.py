@@ -8,12 +8,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from sapwood.radix import NodeView
+from sapwood.runtime.answers import AnswerBuilder
 from sapwood.runtime.build import EngineInfo, build_engine
 from sapwood.runtime.config import EngineConfig
 from sapwood.runtime.core import EngineStats
 from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
-from sapwood.runtime.processing import AnswerBuilder, Input, InputProcessor, is_single
+from sapwood.runtime.processing import Input, InputProcessor, is_single
 from sapwood.runtime.request import Request, SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import load_kernels
-from sapwood.kernels.interface import Kernels
+from sapwood.kernels.interface import Activation, Kernels
 from sapwood.kernels.native import Native, build
 from sapwood.kernels.projections import (
     GROUP,
@@ -228,7 +228,7 @@ def test_what_is_fused_has_the_bits_of_its_parts(
     packed = kernels.pack_linear(random_numbers(50, 100, seed=5), is_last=is_last)
     apart = kernels.linear(kernels.rms_norm(x, norm, 1e-5), packed)
     assert torch.equal(kernels.norm_linear(x, norm, 1e-5, packed), apart)
-    apart = kernels.linear(kernels.silu_and_mul(gate_up), packed, residual)
+    apart = kernels.linear(kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual)
     assert torch.equal(kernels.gated_linear(gate_up, packed, residual), apart)
     gate_up[0, 7] = torch.nan
     broken = kernels.gated_linear(gate_up, packed, residual)

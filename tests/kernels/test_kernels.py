@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import KERNELS, AttentionPlan, PrivateSegment, SharedSegment, load_kernels
-from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
+from sapwood.kernels.interface import Activation, Kernels, KVCache, KVCacheSpec
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -376,7 +376,7 @@ def test_silu_and_mul_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -
     gate_up = random_numbers(5, 64, seed=1, dtype=dtype)
     before = gate_up.clone()
     gate, up = gate_up.double().chunk(2, dim=-1)
-    result = kernels.silu_and_mul(gate_up)
+    result = kernels.activate_and_mul(gate_up, Activation.SILU)
     assert result.dtype == dtype
     assert_close(result, gate / (1 + (-gate).exp()) * up)
     assert (gate_up == before).all()
@@ -407,7 +407,7 @@ def test_fused_linears_are_their_two_parts(
     packed = kernels.pack_linear(random_numbers(40, 24, seed=5).to(dtype))
     normed = kernels.linear(kernels.rms_norm(x, norm, 1e-5), packed)
     assert_close(kernels.norm_linear(x, norm, 1e-5, packed), normed)
-    gated = kernels.linear(kernels.silu_and_mul(gate_up), packed, residual)
+    gated = kernels.linear(kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual)
     assert_close(kernels.gated_linear(gate_up, packed, residual), gated)
 
 
