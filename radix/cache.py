@@ -17,11 +17,12 @@ import numpy.typing as npt
 from sapwood.radix.eviction import LRU, EvictionPolicy, EvictionQueue
 from sapwood.radix.namespace import Namespace, check_namespace
 from sapwood.radix.pool import BlockIds, BlockPool
-from sapwood.radix.tree import TOKEN_BYTES, Node, Path, RadixTree, TokenBytes
+from sapwood.radix.tree import TOKEN_BYTES, Node, Notes, Path, RadixTree, TokenBytes
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 _Indices: TypeAlias = npt.NDArray[np.intp]
 _INT32 = np.dtype(np.int32)
+_FLOAT32 = np.dtype(np.float32)
 
 
 class LeaseReleased(RuntimeError):
@@ -71,6 +72,10 @@ class PrefixCache:
     Not thread-safe. Token ids are one-dimensional int32 arrays; anything else raises TypeError
     or ValueError. Costs below leave out O(log(nodes of the tree)) for every node on a path.
 
+    Beside each cached token the tree can keep a note, an opaque float32 that whoever publishes
+    may give; NaN is an unknown one. Notes take four bytes for each token of an edge that has a
+    known one, and nothing elsewhere. They leave with their tokens.
+
     Invariants: a block's count in the pool is the number of leases that hold it, and one for the
     tree; whoever holds a block of the tree holds those before it, so counts never grow towards
     the leaves; the queue holds exactly the leaves whose last block the tree alone holds.
@@ -91,7 +96,7 @@ class PrefixCache:
         self.block_size = block_size
         self.enabled = enabled
         self.version = 0
-        """Changes whenever a match could."""
+        """Changes whenever a match could; notes change no match."""
         self._pool = BlockPool(num_blocks, block_size)
         self._tree = RadixTree(block_size)
         self._queue = EvictionQueue(policy())
@@ -120,20 +125,43 @@ class PrefixCache:
         """Tokens in the tree, each counted once however many prompts share it."""
         return self._tree.num_tokens
 
-    def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> Match:
+    def match(
+        self, token_ids: TokenIds, namespace: Namespace = (), *, max_cached: int | None = None
+    ) -> Match:
         """What `acquire` would find now. Changes nothing. O(tokens)."""
         check_namespace(namespace)
-        path = self._tree.find(namespace, _to_bytes(token_ids), len(token_ids) - 1)
+        tokens = _to_bytes(token_ids)
+        path = self._tree.find(namespace, tokens, _hit_limit(token_ids, max_cached))
         return Match(
             num_tokens=path.num_tokens,
             num_whole_blocks=path.num_blocks,
             num_held_blocks=self._pool.num_shared(path.block_ids),
         )
 
+    def notes(self, token_ids: TokenIds, namespace: Namespace = ()) -> Notes:
+        """The notes of the longest cached prefix of all of `token_ids`, its last token included.
+
+        Float32 `[num_tokens]` of that prefix, a copy, NaN where a note is not known. If several
+        blocks begin with its last tokens, each has notes of its own, and these are of one of
+        them: the one that a publication of `token_ids` would take them over from. Changes nothing.
+        O(tokens).
+        """
+        check_namespace(namespace)
+        path = self._tree.find(namespace, _to_bytes(token_ids), len(token_ids))
+        return self._tree.notes(path)
+
     def acquire(
-        self, token_ids: TokenIds, num_tokens: int, namespace: Namespace = ()
+        self,
+        token_ids: TokenIds,
+        num_tokens: int,
+        namespace: Namespace = (),
+        *,
+        max_cached: int | None = None,
     ) -> "Lease | None":
         """Lease the longest cached prefix of `token_ids` and room up to `num_tokens` tokens.
+
+        The prefix leaves at least the last token to compute, and is no longer than `max_cached`
+        tokens if that is given. Inside a block it ends in a copy, whatever ends it.
 
         The lease has blocks for `num_tokens` tokens in all, or for the cached ones if they are
         more. Evicts as many blocks as it lacks. None if they cannot be had now, and then nothing
@@ -142,7 +170,8 @@ class PrefixCache:
         """
         check_namespace(namespace)
         tokens = _to_bytes(token_ids)
-        return self._acquire(tokens, len(token_ids) - 1, num_tokens, namespace)
+        limit = _hit_limit(token_ids, max_cached)
+        return self._acquire(tokens, limit, num_tokens, namespace)
 
     def evict(self, num_blocks: int) -> int:
         """Take blocks that no lease holds out of the tree, leaves first, in the policy's order.
@@ -271,8 +300,8 @@ class PrefixCache:
             node.last_used = self._num_uses
         self._requeue(path.nodes[-1])
 
-    def _publish(self, lease: "Lease", tokens: TokenBytes) -> None:
-        """Adopt the tree's blocks for a lease's settled tokens and add those it lacks."""
+    def _publish(self, lease: "Lease", tokens: TokenBytes, notes: Notes | None) -> None:
+        """Adopt the tree's blocks for a lease's settled tokens and add what the tree lacks."""
         num_tokens = len(tokens) // TOKEN_BYTES
         path = self._tree.find(lease.namespace, tokens, num_tokens)
         own = lease.block_table[path.num_blocks : self._num_blocks_for(num_tokens)]
@@ -284,9 +313,11 @@ class PrefixCache:
         if differing.size:
             self._adopt(lease, differing, theirs[differing])
         if own.size:
-            self._insert(lease, path, tokens, own)
+            self._insert(lease, path, tokens, own, notes)
         else:
             self._use(path)
+        if notes is not None:
+            self._tree.fill_notes(path, notes)
         num_shared = num_tokens // self.block_size if own.size else path.num_blocks
         lease.num_shared_blocks = max(lease.num_shared_blocks, num_shared)
 
@@ -315,8 +346,15 @@ class PrefixCache:
         self._pool.release(own)
         lease.epoch += 1
 
-    def _insert(self, lease: "Lease", path: Path, tokens: TokenBytes, own: BlockIds) -> None:
-        """Add the blocks `own` behind the whole blocks of `path`."""
+    def _insert(
+        self, lease: "Lease", path: Path, tokens: TokenBytes, own: BlockIds, notes: Notes | None
+    ) -> None:
+        """Add the blocks `own` behind the whole blocks of `path`, which it is shortened to.
+
+        What is known of its rows goes over to the block that takes their place, or that begins
+        with the same tokens.
+        """
+        row_notes = self._tree.row_notes(path)
         if self._tree.ends_in_partial_leaf(path):
             # Ours continues it: it is taken out, and enters again grown if it is the same block.
             leaf = path.nodes[-1]
@@ -328,6 +366,11 @@ class PrefixCache:
         rest = tokens[path.num_tokens * TOKEN_BYTES :]
         node = self._tree.append(lease.namespace, above, rest, own)
         node.last_used = self._num_uses
+        start = node.num_tokens - len(rest) // TOKEN_BYTES
+        if row_notes is not None:
+            node.fill_notes(start, row_notes)
+        if notes is not None:
+            node.fill_notes(start, notes[path.num_tokens :])
         self._pool.enter_tree(own)
         self.version += 1
 
@@ -434,19 +477,27 @@ class Lease:
         self.num_blocks = num_blocks
         return True
 
-    def publish(self, token_ids: TokenIds) -> None:
-        """Offer all settled tokens of the sequence, from position 0, to the tree.
+    def publish(self, token_ids: TokenIds, notes: Notes | None = None) -> None:
+        """Offer all settled tokens of the sequence, from position 0, and their notes to the tree.
 
         Afterwards the tree holds them, in this lease's blocks or, where it had equal ones, in its
         own, which the lease adopts (see `epoch`). A partly filled last block that the tree does
         not need stays private. While a copy is pending nothing beyond the shared blocks is
-        settled, and nothing happens. Allocates nothing and cannot be refused.
+        settled, and nothing happens, to notes neither. Allocates no block and cannot be refused.
+
+        `notes` is float32 `[num_tokens]`. Afterwards the tree knows of every token the note that it
+        knew before, or else the one that is given here, if that is not NaN; so it is also where
+        it held the tokens already.
 
         Raises ValueError if the tokens do not fit the lease's blocks or contradict what it
-        shares already. O(tokens) as a memcmp, and O(new blocks).
+        shares already, or if notes are not one for each token; TypeError if they are not float32.
+        O(tokens) as a memcmp, and O(new blocks). Notes, given or kept, cost a pass over the four
+        bytes of each.
         """
         self._check_live()
         tokens = _to_bytes(token_ids)
+        if notes is not None:
+            _check_notes(notes, len(token_ids))
         room = self.num_blocks * self._cache.block_size
         if len(token_ids) > room:
             raise ValueError(
@@ -454,15 +505,15 @@ class Lease:
                 "extend it before they are computed"
             )
         if self._cache.enabled and self.copy is None:
-            self._cache._publish(self, tokens)
+            self._cache._publish(self, tokens, notes)
 
-    def fork(self, token_ids: TokenIds) -> "Lease | None":
+    def fork(self, token_ids: TokenIds, notes: Notes | None = None) -> "Lease | None":
         """A second lease on the same settled tokens with room for one more: publish, then acquire.
 
         The two share blocks only through the tree. None if the second does not fit now; what was
         published stays. Raises as `publish` does.
         """
-        self.publish(token_ids)
+        self.publish(token_ids, notes)
         num_tokens = len(token_ids)
         return self._cache._acquire(
             _to_bytes(token_ids), num_tokens, num_tokens + 1, self.namespace
@@ -491,6 +542,31 @@ class Lease:
     def _check_live(self) -> None:
         if self._is_released:
             raise LeaseReleased("the lease was released; acquire another one")
+
+
+def _hit_limit(token_ids: TokenIds, max_cached: int | None) -> int:
+    """How many tokens may be a hit. Raises ValueError for a negative `max_cached`."""
+    limit = len(token_ids) - 1
+    if max_cached is None:
+        return limit
+    if max_cached < 0:
+        raise ValueError(f"cannot take {max_cached} tokens from the cache; ask for zero or more")
+    return min(limit, max_cached)
+
+
+def _check_notes(notes: Notes, num_tokens: int) -> None:
+    """Raise TypeError or ValueError unless there is one float32 for each token."""
+    if not isinstance(notes, np.ndarray) or notes.dtype != _FLOAT32:
+        kind = getattr(notes, "dtype", type(notes).__name__)
+        raise TypeError(
+            f"notes must be a numpy array of float32, got {kind}; "
+            "convert them once, where they are made, with np.asarray(notes, np.float32)"
+        )
+    if notes.shape != (num_tokens,):
+        raise ValueError(
+            f"notes of shape {notes.shape} were given for {num_tokens} tokens; "
+            "give one for each token, NaN where it is not known"
+        )
 
 
 def _to_bytes(token_ids: TokenIds) -> memoryview:

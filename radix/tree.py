@@ -2,6 +2,8 @@
 
 Tokens are kept and compared as the bytes of int32 arrays: equal prefixes cost one memcmp, and
 whole tokens are four bytes, so a common prefix in bytes, rounded down, is one in tokens.
+
+Beside each token an edge can keep a note: an opaque float32, NaN where it is not known.
 """
 
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from sortedcontainers import SortedDict
 
 from sapwood.radix.namespace import Namespace
@@ -17,6 +20,8 @@ from sapwood.radix.pool import BlockIds
 TokenBytes: TypeAlias = bytes | memoryview
 """Token ids as the bytes of an int32 array; a slice of a memoryview copies nothing."""
 TOKEN_BYTES = 4
+Notes: TypeAlias = npt.NDArray[np.float32]
+"""One opaque value for each token, NaN where it is not known."""
 _ID_BYTES = 8
 _NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 _NO_BLOCKS.flags.writeable = False
@@ -28,7 +33,7 @@ class Node:
 
     Invariants: in the tree, a node has at least one block, whole ones but for a leaf's last,
     and it is the only one under its parent to begin with its first block's tokens; taken out, it
-    has none.
+    has none. Notes, where there are any, are one for each token, at least one of them known.
     """
 
     id: int
@@ -40,6 +45,8 @@ class Node:
     """The edge's token ids, int32."""
     blocks: BlockIds
     """One block for every `block_size` tokens begun."""
+    notes: Notes | None = None
+    """Float32 `[num_tokens]`, four bytes a token; None while none is known."""
     last_used: int = 0
     """The cache's count of uses when this node was last part of one."""
     num_children: int = 0
@@ -47,8 +54,24 @@ class Node:
     """Where the node waits to be evicted; kept by `EvictionQueue`."""
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
     def last_block(self) -> int:
         return int(self.blocks[-1])
+
+    def fill_notes(self, start: int, notes: Notes) -> None:
+        """Take the notes of the edge's tokens from `start` on that are not known yet.
+
+        One that is known stays. O(notes), and O(length of the edge) for the first known one.
+        """
+        if self.notes is None:
+            if np.isnan(notes).all():
+                return
+            self.notes = _unknown_notes(self.num_tokens)
+        own = self.notes[start : start + len(notes)]
+        np.copyto(own, notes, where=np.isnan(own))
 
 
 @dataclass(slots=True)
@@ -140,6 +163,34 @@ class RadixTree:
         num_tokens = path.end * self._block_size + path.num_rows
         return num_tokens * TOKEN_BYTES == len(path.nodes[-1].tokens)
 
+    def notes(self, path: Path) -> Notes:
+        """The notes of a path's tokens, float32 `[path.num_tokens]`, a copy. O(tokens)."""
+        notes = _unknown_notes(path.num_tokens)
+        start = 0
+        for node in path.nodes:
+            rest = notes[start : start + node.num_tokens]
+            if node.notes is not None:
+                rest[:] = node.notes[: len(rest)]
+            start += len(rest)
+        return notes
+
+    def row_notes(self, path: Path) -> Notes | None:
+        """The notes of a path's rows, a view; None if it has none or its edge none. O(1)."""
+        if not path.num_rows or (notes := path.nodes[-1].notes) is None:
+            return None
+        start = path.end * self._block_size
+        return notes[start : start + path.num_rows]
+
+    def fill_notes(self, path: Path, notes: Notes) -> None:
+        """Take the notes of a path's tokens that are not known yet; one that is known stays.
+
+        Float32, at least `[path.num_tokens]`; what is beyond the path is left out. O(tokens).
+        """
+        notes = notes[: path.num_tokens]
+        for node in path.nodes:
+            node.fill_notes(0, notes[: node.num_tokens])
+            notes = notes[node.num_tokens :]
+
     def node_ending_in(self, block_id: int) -> Node | None:
         """The node whose last block this is; None if it is inside an edge or in no tree. O(1)."""
         return self._node_by_last_block.get(block_id)
@@ -156,6 +207,8 @@ class RadixTree:
         )
         upper.last_used = node.last_used
         upper.num_children = 1
+        upper.notes = _known_part(node.notes, 0, upper.num_tokens)
+        node.notes = _known_part(node.notes, upper.num_tokens, node.num_tokens)
         self._children[self._key(node.parent, upper)] = upper
         self._node_by_last_block[upper.last_block] = upper
         del node.tokens[:num_bytes]
@@ -170,13 +223,17 @@ class RadixTree:
         """Add tokens behind a node that ends in a whole block, None for the namespace's root.
 
         A leaf grows; under any other node begins a new one. Returns the node that ends with the
-        tokens. O(log(nodes of the tree)) and the copy of the node's blocks.
+        tokens, no note of which is known. O(log(nodes of the tree)) and the copy of the node's
+        blocks and notes.
         """
         self.num_tokens += len(tokens) // TOKEN_BYTES
         self.num_blocks += len(blocks)
         if node is not None and node.num_children == 0:
             del self._node_by_last_block[node.last_block]
             node.tokens += tokens
+            if node.notes is not None:
+                num_new = len(tokens) // TOKEN_BYTES
+                node.notes = np.concatenate((node.notes, _unknown_notes(num_new)))
             node.blocks = np.concatenate((node.blocks, blocks))
             self._node_by_last_block[node.last_block] = node
             return node
@@ -194,7 +251,8 @@ class RadixTree:
     def trim(self, leaf: Node, num_blocks: int) -> BlockIds:
         """Take the last `num_blocks` blocks off a leaf, and the leaf out if none is left.
 
-        Returns their ids. O(log(nodes of the tree)) and the copy of the blocks that stay.
+        Returns their ids; the notes of their tokens are forgotten. O(log(nodes of the tree)) and
+        the copy of the blocks and notes that stay.
         """
         keep = len(leaf.blocks) - num_blocks
         removed = leaf.blocks[keep:]
@@ -202,11 +260,12 @@ class RadixTree:
             self._detach(leaf)
         del self._node_by_last_block[leaf.last_block]
         leaf.blocks = leaf.blocks[:keep].copy()
-        num_bytes = len(leaf.tokens)
+        num_tokens = leaf.num_tokens
         del leaf.tokens[keep * self._block_bytes :]
+        leaf.notes = _known_part(leaf.notes, 0, leaf.num_tokens)
         if keep:
             self._node_by_last_block[leaf.last_block] = leaf
-        self.num_tokens -= (num_bytes - len(leaf.tokens)) // TOKEN_BYTES
+        self.num_tokens -= num_tokens - leaf.num_tokens
         self.num_blocks -= num_blocks
         return removed
 
@@ -232,11 +291,15 @@ class RadixTree:
             assert key == self._key(node.parent, node), "a key is not its child's first block"
             assert previous < key, "the children are not sorted"
             assert not (previous and key.startswith(previous)), "a sibling is a prefix of another"
-            length = len(node.tokens) // TOKEN_BYTES
+            length = node.num_tokens
             assert len(node.tokens) % TOKEN_BYTES == 0, "a token is cut"
             assert len(node.blocks) == -(-length // self._block_size) > 0, "blocks do not fit"
             assert not (node.num_children and length % self._block_size), "an inner edge is cut"
             assert node.namespace == node.parent.namespace, "namespaces meet"
+            if node.notes is not None:
+                is_note = node.notes.dtype == np.float32 and node.notes.shape == (length,)
+                assert is_note, "notes do not fit the tokens"
+                assert not np.isnan(node.notes).all(), "notes are kept though none is known"
             num_children[node.parent] = num_children.get(node.parent, 0) + 1
             num_tokens += length
             num_blocks += len(node.blocks)
@@ -249,7 +312,7 @@ class RadixTree:
         assert self._node_by_last_block == ends, "a node is not found by its last block"
         for namespace, root in self._roots.items():
             is_root = root.parent is None and root.namespace == namespace and not root.tokens
-            assert is_root, "a root is none"
+            assert is_root and root.notes is None, "a root is none"
             assert root.num_children, "an empty namespace has a root"
         counted = self.num_tokens, self.num_blocks
         assert (num_tokens, num_blocks) == counted, "tokens or blocks are miscounted"
@@ -300,6 +363,17 @@ class RadixTree:
         parent.num_children -= 1
         if parent.parent is None and parent.num_children == 0:
             del self._roots[parent.namespace]
+
+
+def _unknown_notes(num_tokens: int) -> Notes:
+    return np.full(num_tokens, np.nan, np.float32)
+
+
+def _known_part(notes: Notes | None, start: int, stop: int) -> Notes | None:
+    """A copy of the notes from `start` to `stop`; None if none of them is known."""
+    if notes is None or np.isnan(notes[start:stop]).all():
+        return None
+    return notes[start:stop].copy()
 
 
 def _num_common_bytes(a: TokenBytes, b: bytes | bytearray) -> int:

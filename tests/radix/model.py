@@ -2,13 +2,14 @@
 
 The model keeps one entry for each block of the tree, under the whole prefix that the block ends,
 and does everything by looking at all entries. It predicts every result exactly: hits, refusals,
-what eviction takes, block tables. The world also keeps a simulated KV memory in which every row
-holds the prefix it was computed for, so that sharing the wrong block, copying too late or writing
-a row that somebody counts is seen at once.
+what eviction takes, block tables, notes. The world also keeps a simulated KV memory in which
+every row holds the prefix it was computed for, so that sharing the wrong block, copying too late
+or writing a row that somebody counts is seen at once.
 
 Everything random comes through `choose(n)`, an integer below n.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from sapwood.radix import (
 Choose = Callable[[int], int]
 Tokens = tuple[int, ...]
 Prefix = tuple[Namespace, Tokens]
+Notes = tuple[float | None, ...]
 Row = Prefix | None
 
 # The bytes of 0 and 256 begin alike, and 256 sorts before 1: an index that took bytes for tokens
@@ -57,6 +59,8 @@ class Entry:
 
     block: int
     stamp: int
+    notes: Notes
+    """One for each token in the block, None where it is not known."""
 
 
 @dataclass(eq=False)
@@ -84,6 +88,20 @@ def array(tokens: Tokens) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
+def note_array(notes: Notes | None) -> np.ndarray | None:
+    return None if notes is None else np.array(notes, np.float32)
+
+
+def note_tuple(notes: np.ndarray) -> Notes:
+    return tuple(None if np.isnan(note) else float(note) for note in notes)
+
+
+def filled(known: Notes, given: Notes) -> Notes:
+    """The known notes, the given ones where they are not, as many as the longer has."""
+    pairs = itertools.zip_longest(known, given)
+    return tuple(new if old is None else old for old, new in pairs)
+
+
 def num_common(a: Tokens, b: Tokens) -> int:
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(map(len, (a, b)))
@@ -95,7 +113,8 @@ def fingerprint(cache: PrefixCache) -> object:
     pool, tree = cache._pool, cache._tree
     nodes = [
         (depth, n.id, n.parent and n.parent.id, n.namespace, bytes(n.tokens), n.blocks.tolist(),
-         n.last_used, n.num_children, n.entry and n.entry[:2])
+         n.last_used, n.num_children, n.entry and n.entry[:2],
+         n.notes is not None and n.notes.tobytes())
         for depth, n in tree.walk()
     ]  # fmt: skip
     return (
@@ -122,6 +141,7 @@ class World:
         self.waiting: list[Sequence] = []
         self.memory: list[list[Row]] = [[None] * block_size for _ in range(num_blocks)]
         self.num_uses = 0
+        self.num_notes = 0
 
     def operate(self, name: str, choose: Choose) -> None:
         """One of OPERATIONS, then everything compared."""
@@ -129,7 +149,7 @@ class World:
         getattr(self, name)(choose)
         self.check()
         has_changed = before != set(self.entries)
-        assert self.cache.version != version or not has_changed, "a change went unnoticed"
+        assert (self.cache.version != version) == has_changed, "the version moved without a change, or not"
 
     # Operations
 
@@ -145,7 +165,7 @@ class World:
         tokens += tuple(ALPHABET[choose(3)] for _ in range(num_new))
         sequence = Sequence(namespace, tokens)
         room = max(0, len(tokens) + choose(4) - 1)
-        self._acquire(sequence, room)
+        self._acquire(sequence, room, self._choose_cap(sequence, choose))
 
     def copied(self, choose: Choose) -> None:
         if pending := [s for s in self.running if s.source is not None]:
@@ -176,32 +196,34 @@ class World:
 
     def publish(self, choose: Choose) -> None:
         if sequence := self._pick(choose):
-            self._publish(sequence)
+            self._publish(sequence, choose)
 
     def fork(self, choose: Choose) -> None:
         if sequence := self._pick(choose):
             tokens = sequence.tokens[: sequence.num_settled]
             child = Sequence(sequence.namespace, tokens + (ALPHABET[choose(3)],))
-            self._predict_publish(sequence)
+            notes = self._choose_notes(sequence, choose)
+            self._predict_publish(sequence, notes)
             expected = self._predict_acquire(child, len(tokens), len(tokens) + 1)
-            lease = sequence.live.fork(array(tokens))
+            lease = sequence.live.fork(array(tokens), note_array(notes))
             self._check_lease(child, lease, expected)
 
     def finish(self, choose: Choose) -> None:
         if sequence := self._pick(choose):
-            self._publish(sequence)
+            self._publish(sequence, choose)
             self._release(sequence)
 
     def preempt(self, choose: Choose) -> None:
         if sequence := self._pick(choose):
-            self._publish(sequence)
+            self._publish(sequence, choose)
             self._release(sequence)
             self.waiting.append(sequence)
 
     def resume(self, choose: Choose) -> None:
         if self.waiting:
             sequence = self.waiting.pop(choose(len(self.waiting)))
-            if not self._acquire(sequence, len(sequence.tokens)):
+            cap = self._choose_cap(sequence, choose)
+            if not self._acquire(sequence, len(sequence.tokens), cap):
                 self.waiting.append(sequence)
 
     def abort(self, choose: Choose) -> None:
@@ -232,14 +254,17 @@ class World:
 
     # What an operation does to cache, model and memory
 
-    def _acquire(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _acquire(self, sequence: Sequence, num_tokens: int, cap: int | None) -> bool:
         max_cached = len(sequence.tokens) - 1
+        if cap is not None:
+            max_cached = min(max_cached, cap)
         longest = self._longest(sequence.namespace, sequence.tokens[:max_cached])
-        found = self.cache.match(array(sequence.tokens), sequence.namespace)
+        prompt = array(sequence.tokens)
+        found = self.cache.match(prompt, sequence.namespace, max_cached=cap)
         assert (found.num_tokens, found.num_whole_blocks) == (longest, longest // self.block_size)
         before = fingerprint(self.cache)
         expected = self._predict_acquire(sequence, max_cached, num_tokens)
-        lease = self.cache.acquire(array(sequence.tokens), num_tokens, sequence.namespace)
+        lease = self.cache.acquire(prompt, num_tokens, sequence.namespace, max_cached=cap)
         if lease is None:
             assert fingerprint(self.cache) == before, "a refusal left a trace"
         return self._check_lease(sequence, lease, expected)
@@ -280,10 +305,12 @@ class World:
         self._take_new(sequence, missing)
         return True
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: Sequence, choose: Choose) -> None:
         epoch, table = sequence.live.epoch, list(sequence.table)
-        self._predict_publish(sequence)
-        sequence.live.publish(array(sequence.tokens[: sequence.num_settled]))
+        notes = self._choose_notes(sequence, choose)
+        self._predict_publish(sequence, notes)
+        settled = array(sequence.tokens[: sequence.num_settled])
+        sequence.live.publish(settled, note_array(notes))
         assert (sequence.live.epoch != epoch) == (sequence.table != table)
 
     def _release(self, sequence: Sequence) -> None:
@@ -353,27 +380,27 @@ class World:
         assert not set(new) & (self._held() | self._in_tree()), "a block was given away twice"
         sequence.table += new
 
-    def _predict_publish(self, sequence: Sequence) -> None:
+    def _predict_publish(self, sequence: Sequence, notes: Notes | None) -> None:
         if sequence.source is not None:
             return
         namespace, tokens = sequence.prefix(sequence.num_settled)
         size = self.block_size
         used: list[Entry] = []
         for index in range(-(-len(tokens) // size)):
-            prefix = tokens[: (index + 1) * size]
+            start, prefix = index * size, tokens[: (index + 1) * size]
+            given = (notes or (None,) * len(tokens))[start : len(prefix)]
             entry = self.entries.get((namespace, prefix))
+            closest, num_rows = self._closest(namespace, prefix[:start], prefix[start:])
             if len(prefix) % size:
-                entry, num_rows = self._closest(
-                    namespace, prefix[: index * size], prefix[index * size :]
-                )
-                if num_rows < len(prefix) % size:
-                    entry = None
+                entry = closest if num_rows == len(given) else None
             elif entry is not None:
                 sequence.table[index] = entry.block
             if entry is None:
-                for end in range(index * size + 1, len(prefix)):
+                for end in range(start + 1, len(prefix)):
                     self.entries.pop((namespace, prefix[:end]), None)
-                entry = self.entries[namespace, prefix] = Entry(sequence.table[index], 0)
+                known = closest.notes[:num_rows] if closest else ()
+                entry = self.entries[namespace, prefix] = Entry(sequence.table[index], 0, known)
+            entry.notes = filled(entry.notes, given)
             used.append(entry)
         self._touch(used)
 
@@ -393,6 +420,18 @@ class World:
         self.num_uses += 1
         for entry in entries:
             entry.stamp = self.num_uses
+
+    def _notes(self, namespace: Namespace, query: Tokens) -> Notes:
+        """What is known of the longest prefix of `query` that is in the tree."""
+        notes: Notes = ()
+        size = self.block_size
+        while (end := len(notes) + size) <= len(query):
+            if (entry := self.entries.get((namespace, query[:end]))) is None:
+                break
+            notes += entry.notes
+        above, rest = query[: len(notes)], query[len(notes) :]
+        closest, num_rows = self._closest(namespace, above, rest[:size])
+        return notes + closest.notes[:num_rows] if closest else notes
 
     def _longest(self, namespace: Namespace, query: Tokens) -> int:
         """The longest prefix of `query` that was published and not evicted."""
@@ -449,6 +488,20 @@ class World:
     def _pick(self, choose: Choose) -> Sequence | None:
         return self.running[choose(len(self.running))] if self.running else None
 
+    def _choose_cap(self, sequence: Sequence, choose: Choose) -> int | None:
+        return choose(len(sequence.tokens) + 1) if choose(3) == 0 else None
+
+    def _choose_notes(self, sequence: Sequence, choose: Choose) -> Notes | None:
+        """Notes that were never given before for some of the settled tokens, or for none."""
+        if not choose(3):
+            return None
+        self.num_notes += sequence.num_settled
+        is_known = choose(1 << sequence.num_settled)
+        return tuple(
+            float(self.num_notes - i) if is_known >> i & 1 else None
+            for i in range(sequence.num_settled)
+        )
+
     # Comparison
 
     def check(self) -> None:
@@ -470,11 +523,15 @@ class World:
         for block in range(cache.num_blocks):
             if block not in held | in_tree:
                 self.memory[block] = [None] * self.block_size
+        for sequence in self.running + self.waiting:
+            actual = cache.notes(array(sequence.tokens), sequence.namespace)
+            expected = self._notes(sequence.namespace, sequence.tokens)
+            assert note_tuple(actual) == expected, "other notes than were given"
         for (block, row), prefix in self._counted_rows():
             assert self.memory[block][row] == prefix, "a counted row holds something else"
 
     def _check_tree(self) -> None:
-        """The tree holds the model's blocks, each last used when the model says."""
+        """The tree holds the model's blocks and notes, each last used when the model says."""
         actual: dict[Prefix, Entry] = {}
         num_tokens = 0
         path: list[Tokens] = []
@@ -483,9 +540,11 @@ class World:
             edge = tuple(np.frombuffer(bytes(node.tokens), np.int32).tolist())
             path[depth:] = [edge]
             num_tokens += len(edge)
+            notes = (None,) * len(edge) if node.notes is None else note_tuple(node.notes)
             for index, block in enumerate(node.blocks.tolist()):
-                tokens = above + edge[: (index + 1) * self.block_size]
-                actual[node.namespace, tokens] = Entry(block, node.last_used)
+                start, end = index * self.block_size, (index + 1) * self.block_size
+                entry = Entry(block, node.last_used, notes[start:end])
+                actual[node.namespace, above + edge[:end]] = entry
         assert actual == self.entries, "the tree holds something else than was published"
         assert num_tokens == self.cache.num_cached_tokens
 
