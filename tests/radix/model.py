@@ -149,7 +149,9 @@ class World:
         getattr(self, name)(choose)
         self.check()
         has_changed = before != set(self.entries)
-        assert (self.cache.version != version) == has_changed, "the version moved without a change, or not"
+        assert (self.cache.version != version) == has_changed, (
+            "the version moved without a change, or not"
+        )
 
     # Operations
 

@@ -29,6 +29,19 @@ def joined(*parts: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def values(*notes: float) -> np.ndarray:
+    return np.array(notes, np.float32)
+
+
+def numbered(start: int, stop: int) -> np.ndarray:
+    """Notes that are all different."""
+    return np.arange(start, stop, dtype=np.float32)
+
+
+def unknown(count: int) -> np.ndarray:
+    return np.full(count, np.nan, np.float32)
+
+
 def lease(cache: PrefixCache, token_ids: np.ndarray, namespace: Namespace = ()) -> Lease:
     """A lease with room for the prompt, its copy done."""
     acquired = cache.acquire(token_ids, len(token_ids), namespace)
@@ -37,10 +50,15 @@ def lease(cache: PrefixCache, token_ids: np.ndarray, namespace: Namespace = ()) 
     return acquired
 
 
-def serve(cache: PrefixCache, token_ids: np.ndarray, namespace: Namespace = ()) -> None:
-    """A whole request: its tokens stay in the tree."""
+def serve(
+    cache: PrefixCache,
+    token_ids: np.ndarray,
+    namespace: Namespace = (),
+    notes: np.ndarray | None = None,
+) -> None:
+    """A whole request: its tokens stay in the tree, with its notes."""
     served = lease(cache, token_ids, namespace)
-    served.publish(token_ids)
+    served.publish(token_ids, notes)
     served.release()
     cache.check()
 
@@ -136,6 +154,257 @@ class TestHits:
         assert (empty.num_cached, empty.num_blocks) == (0, 1)
         empty.publish(tokens())
         cache.check()
+
+
+class TestCaps:
+    @pytest.mark.parametrize("cap", [0, 1, 3, 4, 5, 8, 11, 12, 13, 99])
+    def test_no_more_is_taken_than_the_cap(self, cap: int) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 20))
+        prompt = joined(run(0, 13), run(50, 60))
+        expected = min(cap, 13)
+        found = cache.match(prompt, max_cached=cap)
+        assert (found.num_tokens, found.num_whole_blocks) == (expected, expected // 4)
+        hit = cache.acquire(prompt, len(prompt), max_cached=cap)
+        assert hit is not None
+        assert (hit.num_cached, hit.num_shared_blocks) == (expected, expected // 4)
+        assert (hit.copy.num_rows if hit.copy else 0) == expected % 4
+        cache.check()
+
+    def test_a_cap_inside_a_block_copies_its_first_rows(self) -> None:
+        cache = PrefixCache(64, 4)
+        owner = lease(cache, run(0, 12))
+        owner.publish(run(0, 12))
+        hit = cache.acquire(run(0, 12), 12, max_cached=6)
+        assert hit is not None and hit.copy is not None
+        assert (hit.copy.source, hit.copy.num_rows) == (owner.block_table[1], 2)
+        assert hit.copy.target == hit.block_table[1] != owner.block_table[1]
+        assert hit.block_table[0] == owner.block_table[0]
+        cache.check()
+
+    @pytest.mark.parametrize("cap", [0, 4, 6])
+    def test_what_was_computed_beyond_a_cap_gives_way_to_what_the_tree_has(self, cap: int) -> None:
+        cache = PrefixCache(64, 4)
+        owner = lease(cache, run(0, 12))
+        owner.publish(run(0, 12))
+        hit = cache.acquire(run(0, 12), 12, max_cached=cap)
+        assert hit is not None
+        hit.copied()
+        hit.publish(run(0, 12), numbered(0, 12))
+        assert hit.block_table.tolist() == owner.block_table.tolist()
+        assert cache.notes(run(0, 12)).tolist() == list(range(12))
+        cache.check()
+
+    def test_a_cap_beyond_the_prompt_leaves_a_token_to_compute(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 12))
+        for cap in (11, 12, 13):
+            assert cache.match(run(0, 12), max_cached=cap).num_tokens == 11
+        assert cache.match(tokens(), max_cached=0).num_tokens == 0
+
+    def test_a_capped_match_changes_nothing(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 30))
+        before = fingerprint(cache)
+        for cap in range(31):
+            cache.match(run(0, 30), max_cached=cap)
+        assert fingerprint(cache) == before
+
+
+class TestNotes:
+    def test_they_are_those_of_the_longest_cached_prefix_with_its_last_token(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 10), notes=numbered(100, 110))
+        assert cache.notes(run(0, 10)).tolist() == list(range(100, 110))
+        assert cache.notes(run(0, 7)).tolist() == list(range(100, 107))
+        assert cache.notes(joined(run(0, 6), run(50, 60))).tolist() == list(range(100, 106))
+        assert cache.notes(run(50, 60)).size == cache.notes(tokens()).size == 0
+        assert cache.notes(run(0, 10)).dtype == np.float32
+
+    def test_they_belong_to_a_namespace(self) -> None:
+        cache = PrefixCache(64, 4)
+        tenant = (NamespacePart(NamespaceKind.TENANT, "t"),)
+        serve(cache, run(0, 4), tenant, numbered(0, 4))
+        serve(cache, run(0, 4), notes=numbered(10, 14))
+        assert cache.notes(run(0, 4), tenant).tolist() == [0, 1, 2, 3]
+        assert cache.notes(run(0, 4)).tolist() == [10, 11, 12, 13]
+
+    def test_what_is_read_is_a_copy_and_so_is_what_is_kept(self) -> None:
+        cache = PrefixCache(64, 4)
+        given = numbered(0, 10)
+        serve(cache, run(0, 10), notes=given)
+        given[:] = 99
+        cache.notes(run(0, 10))[:] = 99
+        assert cache.notes(run(0, 10)).tolist() == list(range(10))
+
+    def test_reading_them_changes_nothing(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 30), notes=numbered(0, 30))
+        serve(cache, joined(run(0, 10), run(50, 60)))
+        before = fingerprint(cache)
+        for end in range(31):
+            cache.notes(run(0, end))
+        assert fingerprint(cache) == before
+
+    def test_the_first_that_is_known_stays(self) -> None:
+        cache = PrefixCache(64, 4)
+        nan = np.nan
+        serve(cache, run(0, 6), notes=values(nan, 1, nan, 3, nan, 5))
+        serve(cache, run(0, 6), notes=values(10, 11, nan, nan, 14, 15))
+        assert np.array_equal(cache.notes(run(0, 6)), values(10, 1, nan, 3, 14, 5), equal_nan=True)
+        serve(cache, run(0, 6))
+        assert np.array_equal(cache.notes(run(0, 6)), values(10, 1, nan, 3, 14, 5), equal_nan=True)
+
+    def test_infinite_notes_are_known(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 2), notes=values(-np.inf, np.nan))
+        serve(cache, run(0, 2), notes=values(1, np.inf))
+        assert cache.notes(run(0, 2)).tolist() == [-np.inf, np.inf]
+
+    def test_unknown_notes_take_no_memory(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 16), notes=unknown(16))
+        serve(cache, joined(run(0, 8), run(50, 58)), notes=unknown(16))
+        serve(cache, run(0, 20), notes=joined(unknown(19), values(7)))
+        with_notes = [bytes(n.tokens) for _, n in cache._tree.walk() if n.notes is not None]
+        assert with_notes == [run(8, 20).tobytes()], "only the edge with a known one keeps any"
+        assert cache.evict(3) == 3, "the other branch, then the block of the known one"
+        assert all(node.notes is None for _, node in cache._tree.walk())
+
+    def test_a_split_edge_keeps_them_on_both_sides(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 12), notes=numbered(0, 12))
+        other = joined(run(0, 4), run(50, 54))
+        serve(cache, other)
+        assert len(list(cache.walk())) == 3
+        assert cache.notes(run(0, 12)).tolist() == list(range(12))
+        assert np.array_equal(
+            cache.notes(other), joined(numbered(0, 4), unknown(4)), equal_nan=True
+        )
+
+    def test_a_leaf_that_grows_keeps_them(self) -> None:
+        cache = PrefixCache(64, 4)
+        growing = lease(cache, run(0, 18))
+        for end in (3, 4, 9, 10, 18):
+            notes = unknown(end)
+            notes[-1] = end
+            growing.publish(run(0, end), notes)
+            cache.check()
+        expected = unknown(18)
+        for end in (3, 4, 9, 10, 18):
+            expected[end - 1] = end
+        assert np.array_equal(cache.notes(run(0, 18)), expected, equal_nan=True)
+        assert len(list(cache.walk())) == 1
+
+    def test_a_leaf_that_grows_without_notes_keeps_those_it_has(self) -> None:
+        cache = PrefixCache(64, 4)
+        growing = lease(cache, run(0, 12))
+        growing.publish(run(0, 6), numbered(0, 6))
+        growing.publish(run(0, 12))
+        expected = joined(numbered(0, 6), unknown(6))
+        assert np.array_equal(cache.notes(run(0, 12)), expected, equal_nan=True)
+
+    @pytest.mark.parametrize("given", [None, numbered(10, 17)])
+    def test_a_block_that_replaces_a_partly_filled_one_takes_its_notes_over(
+        self, given: np.ndarray | None
+    ) -> None:
+        cache = PrefixCache(64, 4)
+        short, long = lease(cache, run(0, 6)), lease(cache, run(0, 7))
+        short.publish(run(0, 6), joined(unknown(4), values(4, np.nan)))
+        long.publish(run(0, 7), given)
+        assert cache.match(run(0, 8)).num_tokens == 7, "the longer one is in the tree"
+        rest = unknown(7) if given is None else given
+        expected = joined(rest[:4], values(4), rest[5:])
+        assert np.array_equal(cache.notes(run(0, 7)), expected, equal_nan=True)
+        cache.check()
+
+    def test_rows_that_were_copied_keep_their_notes_in_the_block_of_the_copy(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 8), notes=numbered(0, 8))
+        prompt = joined(run(0, 6), run(50, 52))
+        hit = lease(cache, prompt)
+        assert hit.num_cached == 6
+        hit.publish(prompt, joined(unknown(6), values(56, 57)))
+        assert cache.notes(prompt).tolist() == [0, 1, 2, 3, 4, 5, 56, 57]
+        assert cache.notes(run(0, 8)).tolist() == list(range(8))
+
+    def test_they_are_filled_in_along_every_edge(self) -> None:
+        cache = PrefixCache(64, 4)
+        prompt = run(0, 18)
+        serve(cache, prompt)
+        for end in (4, 12):
+            serve(cache, joined(run(0, end), run(50, 55)))
+        assert len(list(cache.walk())) == 5
+        before, version = cache.num_tree_blocks, cache.version
+        serve(cache, prompt, notes=numbered(0, 18))
+        assert (cache.num_tree_blocks, cache.version) == (before, version)
+        assert cache.notes(prompt).tolist() == list(range(18))
+        for end in (4, 12):
+            other = joined(run(0, end), run(50, 55))
+            expected = joined(numbered(0, end), unknown(5))
+            assert np.array_equal(cache.notes(other), expected, equal_nan=True)
+
+    def test_they_are_filled_in_above_what_is_added(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 8))
+        serve(cache, joined(run(0, 4), run(50, 54)))
+        serve(cache, run(0, 14), notes=numbered(0, 14))
+        assert cache.notes(run(0, 14)).tolist() == list(range(14))
+
+    @pytest.mark.parametrize("num_tokens", [5, 6, 7])
+    def test_only_the_published_tokens_of_a_longer_leaf_are_filled_in(
+        self, num_tokens: int
+    ) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 7))
+        version = cache.version
+        serve(cache, run(0, num_tokens), notes=numbered(0, num_tokens))
+        expected = joined(numbered(0, num_tokens), unknown(7 - num_tokens))
+        assert np.array_equal(cache.notes(run(0, 7)), expected, equal_nan=True)
+        assert (cache.num_tree_blocks, cache.version) == (2, version)
+
+    def test_they_are_forgotten_with_their_tokens(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 12), notes=numbered(0, 12))
+        assert cache.evict(2) == 2
+        assert cache.notes(run(0, 12)).tolist() == [0, 1, 2, 3]
+        serve(cache, run(0, 12))
+        expected = joined(numbered(0, 4), unknown(8))
+        assert np.array_equal(cache.notes(run(0, 12)), expected, equal_nan=True)
+        cache.flush()
+        serve(cache, run(0, 12))
+        assert np.isnan(cache.notes(run(0, 12))).all()
+
+    def test_nothing_is_noted_while_a_copy_is_pending(self) -> None:
+        cache = PrefixCache(64, 4)
+        serve(cache, run(0, 10))
+        prompt = joined(run(0, 9), run(50, 60))
+        hit = cache.acquire(prompt, len(prompt))
+        assert hit is not None and hit.copy is not None
+        before = fingerprint(cache)
+        hit.publish(prompt, numbered(0, len(prompt)))
+        assert fingerprint(cache) == before
+
+    def test_a_fork_publishes_them(self) -> None:
+        cache = PrefixCache(64, 4)
+        parent = lease(cache, run(0, 10))
+        assert parent.fork(run(0, 10), numbered(0, 10)) is not None
+        assert cache.notes(run(0, 10)).tolist() == list(range(10))
+
+    def test_a_refused_publication_leaves_none(self) -> None:
+        cache = PrefixCache(16, 4)
+        serve(cache, run(50, 60))
+        holder = lease(cache, run(0, 12))
+        holder.publish(run(0, 10))
+        before = fingerprint(cache)
+        with pytest.raises(ValueError, match="differ"):
+            holder.publish(run(50, 60), numbered(0, 10))
+        assert fingerprint(cache) == before
+
+    def test_a_disabled_cache_has_none(self) -> None:
+        cache = PrefixCache(8, 4, enabled=False)
+        serve(cache, run(0, 10), notes=numbered(0, 10))
+        assert cache.notes(run(0, 10)).size == 0
 
 
 class TestNamespaces:
@@ -573,6 +842,25 @@ class TestErrors:
             PrefixCache(0, 4)
         with pytest.raises(ValueError, match="of 0"):
             PrefixCache(4, 0)
+
+    def test_a_negative_cap_is_refused(self) -> None:
+        cache = PrefixCache(8, 4)
+        with pytest.raises(ValueError, match="-1 tokens"):
+            cache.match(run(0, 4), max_cached=-1)
+        with pytest.raises(ValueError, match="-1 tokens"):
+            cache.acquire(run(0, 4), 4, max_cached=-1)
+        cache.check()
+
+    def test_notes_must_be_one_float32_for_each_token(self) -> None:
+        cache = PrefixCache(8, 4)
+        holder = lease(cache, run(0, 4))
+        for wrong in ([1.0] * 4, np.zeros(4), np.zeros(4, np.int32)):
+            with pytest.raises(TypeError, match="float32"):
+                holder.publish(run(0, 4), wrong)  # type: ignore[arg-type]
+        for shape in (3, 5, (4, 1), ()):
+            with pytest.raises(ValueError, match="for 4 tokens"):
+                holder.publish(run(0, 4), np.zeros(shape, np.float32))
+        assert cache.num_cached_tokens == 0
 
     def test_more_tokens_than_there_is_room_for_are_not_published(self) -> None:
         cache = PrefixCache(8, 4)

@@ -62,6 +62,7 @@ def test_a_cut_leaves_the_lower_half_the_same_node() -> None:
     assert (bytes(upper.tokens), upper.blocks.tolist()) == (data(1, 2), [0])
     assert upper.last_used == node.last_used == 7
     assert node.parent is upper and upper.num_children == 1
+    assert upper.notes is node.notes is None
     assert tree.node_ending_in(0) is upper
     assert tree.node_ending_in(1) is None
     assert tree.node_ending_in(2) is node
@@ -95,6 +96,38 @@ def test_a_leaf_is_trimmed_until_it_is_gone() -> None:
     assert list(tree.walk()) == []
     assert (tree.num_tokens, tree.num_blocks) == (0, 0)
     tree.check()
+
+
+def test_notes_are_cut_with_their_tokens() -> None:
+    tree, node = grown()
+    node.fill_notes(2, np.array([np.nan, 3, 4], np.float32))
+    upper = tree.split(node, 1)
+    assert upper.notes is None, "none of its notes is known"
+    assert node.notes is not None
+    assert np.array_equal(node.notes, [np.nan, 3, 4, np.nan], equal_nan=True)
+    tree.check()
+    tree.trim(node, 1)
+    assert np.array_equal(node.notes, [np.nan, 3], equal_nan=True)
+    tree.append((), node, data(7), blocks(3))
+    assert np.array_equal(node.notes, [np.nan, 3, np.nan], equal_nan=True)
+    tree.check()
+    tree.trim(node, 2)
+    assert node.notes is None
+
+
+def test_the_notes_of_a_path_are_those_of_its_edges() -> None:
+    tree, node = grown()
+    tree.split(node, 1)
+    path = tree.find((), data(1, 2, 3, 9), 4)
+    assert tree.row_notes(path) is None
+    tree.fill_notes(path, np.array([1, np.nan, 3, 4], np.float32))
+    assert np.array_equal(tree.notes(path), [1, np.nan, 3], equal_nan=True)
+    assert np.array_equal(node.notes, [3, np.nan, np.nan, np.nan], equal_nan=True)
+    rows = tree.row_notes(path)
+    assert rows is not None and rows.tolist() == [3]
+    path.drop_rows()
+    assert tree.row_notes(path) is None
+    assert np.array_equal(tree.notes(path), [1, np.nan], equal_nan=True)
 
 
 def test_only_all_of_a_partly_filled_leaf_can_be_continued() -> None:
@@ -140,6 +173,12 @@ def test_check_notices_what_is_wrong() -> None:
     tree.split(node, 1)
     node.parent = None
     expect(tree, "nobody's child")
+    tree, node = grown()
+    node.notes = np.zeros(5, np.float32)
+    expect(tree, "notes do not fit")
+    tree, node = grown()
+    node.notes = np.full(6, np.nan, np.float32)
+    expect(tree, "none is known")
     tree = RadixTree(2)
     tree.append((), None, data(1), blocks(0))
     tree.append((), None, data(1, 2), blocks(1))
