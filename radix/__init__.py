@@ -4,7 +4,7 @@ A library of its own: it knows nothing of tensors, requests, devices or clocks.
 
     namespace.py   who may share with whom
     pool.py        blocks and their holders
-    tree.py        token prefixes to block ids
+    tree.py        token prefixes to block ids, and a note beside each token
     eviction.py    which leaf goes first
     cache.py       leases: a request's blocks, shared through the tree
 """

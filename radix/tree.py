@@ -223,7 +223,7 @@ class RadixTree:
         """Add tokens behind a node that ends in a whole block, None for the namespace's root.
 
         A leaf grows; under any other node begins a new one. Returns the node that ends with the
-        tokens, no note of which is known. O(log(nodes of the tree)) and the copy of the node's
+        tokens; their notes are unknown. O(log(nodes of the tree)) and the copy of the node's
         blocks and notes.
         """
         self.num_tokens += len(tokens) // TOKEN_BYTES

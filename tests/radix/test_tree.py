@@ -108,6 +108,7 @@ def test_notes_are_cut_with_their_tokens() -> None:
     tree.check()
     tree.trim(node, 1)
     assert np.array_equal(node.notes, [np.nan, 3], equal_nan=True)
+    assert node.notes.flags.owndata, "a view would keep all of the old edge's in memory"
     tree.append((), node, data(7), blocks(3))
     assert np.array_equal(node.notes, [np.nan, 3, np.nan], equal_nan=True)
     tree.check()
