@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sapwood.runtime.core import Executor
-    from sapwood.runtime.request import SampledToken
+    from sapwood.runtime.request import ChunkResult
     from sapwood.runtime.step_plan import StepPlan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -277,10 +277,10 @@ class _Recorder:
         self._num_distinct = 0
         self._seconds = 0.0  # spent on taking notes
 
-    def run(self, plan: StepPlan) -> list[SampledToken]:
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
         started = time.perf_counter()
         self._chunks = [(chunk.start, chunk.end) for chunk in plan.chunks]
-        self._num_logits = sum(chunk.num_logits for chunk in plan.chunks)
+        self._num_logits = plan.num_logits
         self._num_distinct = _num_distinct_tokens(plan)
         self._seconds = time.perf_counter() - started
         return self._executor.run(plan)

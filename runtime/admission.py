@@ -71,14 +71,17 @@ class PeakBudget:
         self._held: list[int] = []
         self._remaining: list[int] = []
 
-    def add(self, num_held: int, num_remaining: int) -> None:
-        """Count a request that runs: the blocks that it alone holds, and its tokens to come."""
-        self._held.append(num_held)
-        self._remaining.append(num_remaining)
+    def add(self, num_held: int, num_remaining: int, num_forks: int = 0) -> None:
+        """Count a sequence that runs: the blocks that it alone holds, and its tokens to come.
 
-    def fits(self, num_held: int, num_remaining: int) -> bool:
-        """Whether one more fits. O(n log n) in the requests counted."""
-        held = np.array([*self._held, num_held])
-        remaining = np.array([*self._remaining, num_remaining])
+        As many more will be forked from it, each with a block of its own for what is not shared.
+        """
+        self._held += [num_held] + [1] * num_forks
+        self._remaining += [num_remaining] * (1 + num_forks)
+
+    def fits(self, num_held: int, num_remaining: int, num_forks: int = 0) -> bool:
+        """Whether one more fits, with its forks. O(n log n) in the sequences counted."""
+        held = np.array([*self._held, num_held, *[1] * num_forks])
+        remaining = np.array([*self._remaining, *[num_remaining] * (1 + num_forks)])
         peak = peak_blocks(held, remaining, self._block_size)
         return self._num_shared + peak <= self._num_blocks

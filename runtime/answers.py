@@ -4,15 +4,20 @@ Runs on the caller's side, never in the core.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 from sapwood.runtime.detokenizer import IncrementalDetokenizer
 from sapwood.runtime.outputs import (
     CompletionOutput,
     FinishReason,
+    Logprob,
     RequestOutput,
     TokenLogprobs,
 )
 from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.scoring import PromptScores
+from sapwood.runtime.stop import StopMatcher
 
 
 class AnswerBuilder:
@@ -20,23 +25,33 @@ class AnswerBuilder:
     whole answers."""
 
     def __init__(self, request: Request, token_bytes: Sequence[bytes]) -> None:
+        sampling = request.sampling
         self._request = request
-        self._detokenizer = IncrementalDetokenizer(
-            token_bytes, request.sampling.stop, min_tokens=request.sampling.min_tokens
-        )
+        self._detokenizers = [
+            IncrementalDetokenizer(token_bytes, StopMatcher.of(sampling))
+            for _ in range(sampling.num_computed_answers)
+        ]
         self._pieces: list[RequestOutput] = []
+        self._num_unfinished = sampling.num_computed_answers
+
+    @property
+    def finished(self) -> bool:
+        """Whether every answer has ended."""
+        return not self._num_unfinished
 
     def add(self, told: SequenceOutput) -> RequestOutput:
         """The new piece: text, tokens and log-probabilities that were not given out before."""
+        self._num_unfinished -= told.finished
         ended_by_token = told.finish_reason is FinishReason.STOP and not isinstance(
             told.stop_reason, str
         )
         text_ids = told.token_ids[:-1] if ended_by_token else told.token_ids
+        detokenizer = self._detokenizers[told.answer_index]
         piece = CompletionOutput(
-            index=0,
-            text=self._detokenizer.add(text_ids, finished=told.finished),
+            index=told.answer_index,
+            text=detokenizer.add(text_ids, finished=told.finished),
             token_ids=told.token_ids,
-            logprobs=told.logprobs if self._request.sampling.logprobs else None,
+            logprobs=told.logprobs if self._request.sampling.needs_logprobs else None,
             finish_reason=told.finish_reason,
             stop_reason=told.stop_reason,
         )
@@ -46,6 +61,7 @@ class AnswerBuilder:
             outputs=(piece,),
             num_cached_tokens=told.num_cached_tokens,
             metrics=told.metrics,
+            prompt_logprobs=_prompt_logprobs(self._request, told.prompt_scores),
         )
         self._pieces.append(output)
         return output
@@ -53,22 +69,69 @@ class AnswerBuilder:
     def whole(self) -> RequestOutput:
         """All pieces so far as one output; there is at least one. O(tokens)."""
         last = self._pieces[-1]
-        answers = [piece.outputs[0] for piece in self._pieces]
-        logprobs: tuple[TokenLogprobs, ...] | None = None
-        if self._request.sampling.logprobs:
-            logprobs = tuple(entry for answer in answers for entry in answer.logprobs or ())
-        whole = CompletionOutput(
-            index=0,
-            text="".join(answer.text for answer in answers),
-            token_ids=tuple(token for answer in answers for token in answer.token_ids),
-            logprobs=logprobs,
-            finish_reason=answers[-1].finish_reason,
-            stop_reason=answers[-1].stop_reason,
-        )
+        answers = [self._whole_answer(index) for index in range(len(self._detokenizers))]
+        num_wanted = self._request.sampling.n
+        discarded: list[CompletionOutput] = []
+        if len(answers) > num_wanted:
+            answers.sort(key=_mean_logprob, reverse=True)
+            answers, discarded = answers[:num_wanted], answers[num_wanted:]
+            answers = [self._ranked(answer, index) for index, answer in enumerate(answers)]
+        told = (piece.prompt_logprobs for piece in self._pieces)
         return RequestOutput(
             request_id=last.request_id,
             prompt_token_ids=last.prompt_token_ids,
-            outputs=(whole,),
+            outputs=tuple(answers),
             num_cached_tokens=last.num_cached_tokens,
             metrics=last.metrics,
+            prompt_logprobs=next((logprobs for logprobs in told if logprobs is not None), None),
+            num_discarded_tokens=sum(len(answer.token_ids) for answer in discarded),
         )
+
+    def _ranked(self, answer: CompletionOutput, index: int) -> CompletionOutput:
+        """One of the best, under its new index; without what was needed to choose it only."""
+        logprobs = answer.logprobs if self._request.sampling.logprobs else None
+        return replace(answer, index=index, logprobs=logprobs)
+
+    def _whole_answer(self, index: int) -> CompletionOutput:
+        pieces = [p.outputs[0] for p in self._pieces if p.outputs[0].index == index]
+        logprobs: tuple[TokenLogprobs, ...] | None = None
+        if self._request.sampling.needs_logprobs:
+            logprobs = tuple(chain.from_iterable(piece.logprobs or () for piece in pieces))
+        return CompletionOutput(
+            index=index,
+            text="".join(piece.text for piece in pieces),
+            token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+            logprobs=logprobs,
+            finish_reason=pieces[-1].finish_reason,
+            stop_reason=pieces[-1].stop_reason,
+        )
+
+
+def _mean_logprob(answer: CompletionOutput) -> float:
+    entries = answer.logprobs or ()
+    return sum(entry.logprob for entry in entries) / max(1, len(entries))
+
+
+def _prompt_logprobs(
+    request: Request, told: PromptScores | None
+) -> tuple[TokenLogprobs | None, ...] | None:
+    """An entry for each prompt token."""
+    if told is None:
+        return None
+    scores = told.scores
+    rows = zip(
+        request.prompt_token_ids[told.start :].tolist(),
+        scores.logprobs.tolist(),
+        scores.top_ids.tolist(),
+        scores.top_logprobs.tolist(),
+        strict=True,
+    )
+    entries = (
+        TokenLogprobs(
+            token_id=token_id,
+            logprob=logprob,
+            top=tuple(map(Logprob, top_ids, top_logprobs)),
+        )
+        for token_id, logprob, top_ids, top_logprobs in rows
+    )
+    return (*[None] * told.start, *entries)

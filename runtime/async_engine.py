@@ -76,8 +76,9 @@ class AsyncEngine(EngineBase[_Inbox]):
         try:
             while unfinished:
                 told = await inbox.take()
-                builders[told.request_id].add(told)
-                if told.finished:
+                builder = builders[told.request_id]
+                builder.add(told)
+                if builder.finished:
                     unfinished.discard(told.request_id)
         finally:
             self._withdraw(requests, unfinished)
@@ -112,6 +113,7 @@ class AsyncEngine(EngineBase[_Inbox]):
         the iterator ends what is unfinished.
         """
         requests = await asyncio.to_thread(self._requests, list(inputs), sampling, request_ids)
+        self._streamable(requests)
         builders = {
             request.request_id: (index, self._builder(request))
             for index, request in enumerate(requests)
@@ -122,10 +124,11 @@ class AsyncEngine(EngineBase[_Inbox]):
         try:
             while unfinished:
                 told = await inbox.take()
-                if told.finished:
-                    unfinished.discard(told.request_id)
                 index, builder = builders[told.request_id]
-                yield index, builder.add(told)
+                piece = builder.add(told)
+                if builder.finished:
+                    unfinished.discard(told.request_id)
+                yield index, piece
         finally:
             self._withdraw(requests, unfinished)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sapwood.radix import PrefixCache
-from sapwood.runtime.request import Request, SampledToken, Sequence, SequenceOutput
+from sapwood.runtime.request import ChunkResult, Request, Sequence, SequenceOutput
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.step_plan import StepPlan
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class Executor(Protocol):
     """Carries out a plan."""
 
-    def run(self, plan: StepPlan) -> list[SampledToken]:
-        """One token for each sampling chunk, in the plan's order."""
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
+        """What the plan's chunks gave, in its order."""
         ...
 
 
@@ -85,8 +85,7 @@ class EngineCore:
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request at once; what there is to tell about it."""
         try:
-            output = self.scheduler.abort(request_id, self._clock())
-            outputs = [] if output is None else [output]
+            outputs = self.scheduler.abort(request_id, self._clock())
         except Exception as error:
             logger.exception("an abort failed; the cache is dropped with all who held a part of it")
             outputs = self._quarantine(error)
@@ -112,13 +111,13 @@ class EngineCore:
             plan = self.scheduler.plan(self._clock())
             if plan is None:
                 return []
-            sampled = self._executor.run(plan)
-            outputs = self.scheduler.commit(plan, sampled, self._clock())
+            results = self._executor.run(plan)
+            outputs = self.scheduler.commit(plan, results, self._clock())
             if self._check_invariants:
                 self.scheduler.check()
         except Exception as error:
             logger.exception("a step failed; its requests are ended and the cache is dropped")
-            told = {output.request_id for output in outputs if output.finished}
+            told = {(o.request_id, o.answer_index) for o in outputs if o.finished}
             outputs += self._quarantine(error, plan, told)
             if plan is None and not outputs:
                 # Those that wait would break the next plan too.
@@ -145,19 +144,22 @@ class EngineCore:
         )
 
     def _quarantine(
-        self, error: Exception, plan: StepPlan | None = None, told: Set[str] = frozenset()
+        self,
+        error: Exception,
+        plan: StepPlan | None = None,
+        told: Set[tuple[str, int]] = frozenset(),
     ) -> list[SequenceOutput]:
         """Fail whoever held a lease on the tree, drop the tree, and go on with an empty one.
 
         Also those of the plan that a broken commit took off the running list without a word;
-        `told` have had their last one.
+        `told` (request id and answer) have had their last one.
         """
         self._num_quarantines += 1
         lost = self.scheduler.drop_running(self._make_cache())
         if plan is not None:
-            known = {sequence.request_id for sequence in (*lost, *self.scheduler.waiting)}
-            lost += [c.sequence for c in plan.chunks if c.sequence.request_id not in known]
-        return self._fail([sequence for sequence in lost if sequence.request_id not in told], error)
+            known = {sequence.id for sequence in (*lost, *self.scheduler.waiting)}
+            lost += [c.sequence for c in plan.chunks if c.sequence.id not in known]
+        return self._fail([s for s in lost if (s.request_id, s.answer_index) not in told], error)
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> list[SequenceOutput]:
         reason = (

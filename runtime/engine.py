@@ -52,8 +52,9 @@ class Engine(EngineBase[_Inbox]):
         try:
             while unfinished:
                 told = _take(inbox)
-                builders[told.request_id].add(told)
-                if told.finished:
+                builder = builders[told.request_id]
+                builder.add(told)
+                if builder.finished:
                     unfinished.discard(told.request_id)
         finally:
             self._withdraw(requests, unfinished)
@@ -66,7 +67,7 @@ class Engine(EngineBase[_Inbox]):
 
         Leaving the loop early ends the request. Raises like `generate`.
         """
-        [request] = self._requests([input], sampling)
+        [request] = self._streamable(self._requests([input], sampling))
         return self._pieces(request)
 
     def _pieces(self, request: Request) -> Generator[RequestOutput, None, None]:
@@ -76,10 +77,10 @@ class Engine(EngineBase[_Inbox]):
         self._submit([request], inbox)
         try:
             while unfinished:
-                told = _take(inbox)
-                if told.finished:
+                piece = builder.add(_take(inbox))
+                if builder.finished:
                     unfinished.clear()
-                yield builder.add(told)
+                yield piece
         finally:
             self._withdraw([request], unfinished)
 

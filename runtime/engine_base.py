@@ -16,6 +16,7 @@ from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.processing import Input, InputProcessor, is_single
 from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
 
@@ -42,7 +43,10 @@ class EngineBase(Generic[InboxT]):
         self._inputs = InputProcessor(
             parts.tokenizer,
             max_model_len=parts.info.max_model_len,
-            vocab_size=parts.info.vocab_size,
+            limits=RequestLimits(
+                vocab_size=parts.info.vocab_size,
+                max_num_seqs=self.config.scheduler.max_num_seqs,
+            ),
             namespace=parts.namespace,
         )
         self._inboxes: dict[str, InboxT] = {}  # by request id
@@ -98,6 +102,18 @@ class EngineBase(Generic[InboxT]):
             self._inputs.process(prompt, params, caller_id=caller_id, now=now)
             for prompt, params, caller_id in zip(prompts, sampling, ids, strict=True)
         ]
+
+    def _streamable(self, requests: list[Request]) -> list[Request]:
+        """The requests. Raises RequestError for one whose answers can be told only at its end."""
+        for request in requests:
+            sampling = request.sampling
+            if sampling.num_computed_answers > sampling.n:
+                raise RequestError(
+                    f"best_of is {sampling.best_of} and n {sampling.n}: the best are known only "
+                    "when all have ended; do not stream, or leave best_of out",
+                    param="best_of",
+                )
+        return requests
 
     def _builder(self, request: Request) -> AnswerBuilder:
         return AnswerBuilder(request, self.tokenizer.token_bytes)

@@ -3,6 +3,9 @@
 Knows no cache, no policy and no text.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +14,9 @@ from torch import Tensor
 
 from sapwood.kernels.interface import Kernels, KVCache
 from sapwood.runtime.batch import ForwardBatch
-from sapwood.runtime.request import SampledToken
-from sapwood.runtime.sampler import SamplingRow, sample
+from sapwood.runtime.request import ChunkResult, SampledToken
+from sapwood.runtime.sampler import SamplingRow, prompt_logprobs, sample
+from sapwood.runtime.scoring import TokenScores
 from sapwood.runtime.step_plan import Chunk, StepPlan
 
 
@@ -33,12 +37,28 @@ class ModelRunner:
         self._kv = kv
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[SampledToken]:
-        """One token for each sampling chunk of the plan, in its order."""
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
+        """What each chunk of the plan gave, in its order."""
         for copy in plan.copies:
             self._kernels.copy_rows(self._kv, copy.source, copy.target, copy.num_rows)
         logits = self._model.forward(self._batch(plan), self._kv)
-        return sample(logits, [SamplingRow.of(chunk) for chunk in plan.sampling_chunks])
+        by_chunk = torch.split(logits, [chunk.num_logits for chunk in plan.chunks])
+        scores = [_scores(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
+        sampled = self._sample(plan, logits)
+        return [
+            ChunkResult(sampled=tuple(islice(sampled, chunk.num_samples)), scores=of_prompt)
+            for chunk, of_prompt in zip(plan.chunks, scores, strict=True)
+        ]
+
+    def _sample(self, plan: StepPlan, logits: Tensor) -> Iterator[SampledToken]:
+        """The tokens that are drawn, those of a chunk behind each other; overwrites logits."""
+        last_rows = np.cumsum([chunk.num_logits for chunk in plan.chunks]) - 1
+        rows = [
+            replace(SamplingRow.of(chunk.sequence, int(last_row)), seed=seed)
+            for chunk, last_row in zip(plan.chunks, last_rows, strict=True)
+            for seed in chunk.seeds
+        ]
+        return iter(sample(logits, rows))
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors. numpy work per chunk, none in Python per token."""
@@ -48,13 +68,16 @@ class ModelRunner:
         positions = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
         blocks = np.concatenate([_blocks_of_rows(c, block_size) for c in plan.chunks])
         slots = blocks.astype(np.int64) * block_size + positions % block_size
-        lengths = np.array([c.length for c in plan.chunks])
-        samples = np.array([c.num_logits for c in plan.chunks], bool)
+        ends = np.cumsum([chunk.length for chunk in plan.chunks])
+        logits_rows = [
+            np.arange(end - chunk.num_logits, end)
+            for chunk, end in zip(plan.chunks, ends, strict=True)
+        ]
         return ForwardBatch(
             input_ids=_tensor(input_ids, device),
             positions=_tensor(positions, device),
             slots=_tensor(slots, device),
-            logits_rows=_tensor((lengths.cumsum() - 1)[samples], device),
+            logits_rows=_tensor(np.concatenate(logits_rows), device),
             attention=self._kernels.plan_attention(plan.attention, self._kv.spec),
         )
 
@@ -63,6 +86,15 @@ def _blocks_of_rows(chunk: Chunk, block_size: int) -> np.ndarray:
     """The block that each row of a chunk is written to, int32 [length]."""
     table = chunk.sequence.held_lease.block_table
     return table[np.arange(chunk.start, chunk.end) // block_size]
+
+
+def _scores(chunk: Chunk, logits: Tensor) -> TokenScores | None:
+    """Of the prompt tokens that follow the first of the chunk's rows with logits."""
+    if not chunk.num_scores:
+        return None
+    token_ids = chunk.sequence.token_ids[chunk.first_score :][: chunk.num_scores]
+    num_top = chunk.sequence.request.sampling.prompt_logprobs or 0
+    return prompt_logprobs(logits[: chunk.num_scores], token_ids, num_top)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

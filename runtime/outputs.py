@@ -29,7 +29,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one generated position; `top` is sorted, most likely first."""
+    """Log-probabilities at one position; `top` is sorted, most likely first."""
 
     token_id: int
     logprob: float
@@ -66,13 +66,25 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """The state of one request. `num_cached_tokens` counts prompt tokens that were not computed."""
+    """The state of one request. `num_cached_tokens` counts prompt tokens that were not computed.
+
+    `prompt_logprobs` has an entry for each prompt token if they were asked for, None for the first
+    one and those before `prompt_logprobs_start`; a streamed request has it in its first output.
+    `num_discarded_tokens` counts those of answers that `best_of` left out.
+    """
 
     request_id: str
     prompt_token_ids: NDArray[np.int32]
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_discarded_tokens: int = 0
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Of all answers in this output, and of those that were left out."""
+        return self.num_discarded_tokens + sum(len(output.token_ids) for output in self.outputs)
 
     @property
     def finished(self) -> bool:

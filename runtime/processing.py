@@ -14,6 +14,7 @@ import numpy as np
 from sapwood.radix import Namespace
 from sapwood.runtime.errors import ContextLengthError, RequestError
 from sapwood.runtime.request import Request, TokenIds
+from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
 
@@ -34,11 +35,17 @@ class InputProcessor:
     """Renders, tokenises and checks. Thread-safe; nothing wrong gets past it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int, namespace: Namespace
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        limits: RequestLimits,
+        namespace: Namespace,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._limits = limits
+        self._vocab_size = limits.vocab_size
         self._namespace = namespace
         self._serial_numbers = itertools.count()
 
@@ -60,12 +67,7 @@ class InputProcessor:
         room = self._max_model_len - len(token_ids)
         if room < 1:
             raise self._too_long(prompt, str(len(token_ids)))
-        for token_id in sampling.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise RequestError(
-                    f"stop_token_ids has {token_id}, the vocabulary {self._vocab_size} tokens",
-                    param="stop_token_ids",
-                )
+        self._limits.check(sampling, len(token_ids), self._tokenizer.eos_token_ids)
         token_ids.flags.writeable = False
         return Request(
             request_id=str(next(self._serial_numbers)),

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.radix import Lease, Namespace
+from sapwood.runtime.noise import answer_seed
 from sapwood.runtime.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.scoring import PromptScores, SequenceScores, TokenScores
 from sapwood.runtime.stop import StopMatcher
 
 TokenIds = NDArray[np.int32]
@@ -49,7 +51,10 @@ class Request:
 
 
 class Sequence:
-    """The one mutable state of a request. Only the scheduler changes it.
+    """The one mutable state of an answer. Only the scheduler changes it.
+
+    A request of n answers begins as the sequence of the first one, which computes the prompt. The
+    others are forked from it when its first token is drawn; until then it takes n seats.
 
     Invariants: `0 <= num_computed <= num_tokens`; a lease is held exactly while running; tokens
     `[0, num_computed)` have their keys and values in the lease's blocks.
@@ -57,6 +62,7 @@ class Sequence:
 
     __slots__ = (
         "_buffer",
+        "answer_index",
         "arrival_index",
         "end_token_ids",
         "first_scheduled_time",
@@ -68,14 +74,19 @@ class Sequence:
         "num_matched",
         "num_overtaken",
         "num_preemptions",
+        "num_to_fork",
         "num_tokens",
         "request",
+        "scores",
         "stop_matcher",
     )
 
-    def __init__(self, request: Request, arrival_index: int) -> None:
+    def __init__(self, request: Request, arrival_index: int, answer_index: int = 0) -> None:
+        sampling = request.sampling
         self.request = request
         self.arrival_index = arrival_index
+        self.answer_index = answer_index
+        self.num_to_fork = sampling.num_computed_answers - 1 if answer_index == 0 else 0
         self.num_tokens = request.num_prompt_tokens
         self.num_computed = 0
         self.lease: Lease | None = None
@@ -87,14 +98,48 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.end_token_ids = request.end_token_ids
-        stops = tuple(text.encode() for text in request.sampling.stop)
-        min_tokens = request.sampling.min_tokens
-        self.stop_matcher = StopMatcher(stops, min_tokens=min_tokens) if stops else None
+        self.stop_matcher = StopMatcher.of(sampling)
         self._buffer = request.prompt_token_ids
+        self.scores: SequenceScores | None = None
+        if sampling.needs_logprobs or sampling.prompt_logprobs is not None:
+            # Only the first answer tells the prompt's.
+            positions = _scored_positions(request) if answer_index == 0 else range(0)
+            num_top = sampling.prompt_logprobs or 0
+            self.scores = SequenceScores(request.num_prompt_tokens, positions, num_top)
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def id(self) -> str:
+        """Unique among the sequences of all requests."""
+        return f"{self.request_id}/{self.answer_index}"
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by arrival."""
+        return self.arrival_index, self.answer_index
+
+    @property
+    def seed(self) -> int:
+        """Of this answer's noise."""
+        return answer_seed(self.request.seed, self.answer_index)
+
+    @property
+    def num_seats(self) -> int:
+        """Running sequences that this one is, or is about to become."""
+        return 1 + self.num_to_fork
+
+    @property
+    def settled_notes(self) -> NDArray[np.float32] | None:
+        """Log-probabilities of the settled tokens, NaN where not known; None where none is."""
+        return None if self.scores is None else self.scores.notes(self.num_computed)
+
+    @property
+    def first_unscored(self) -> int:
+        """The first prompt position to score, the end of the prompt where there is none."""
+        return self.request.num_prompt_tokens if self.scores is None else self.scores.first_missing
 
     @property
     def token_ids(self) -> TokenIds:
@@ -129,8 +174,10 @@ class Sequence:
         assert self.lease is not None, "a waiting sequence holds no lease"
         return self.lease
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, logprob: float | None = None) -> None:
         """Add a generated token. Amortised O(1): the buffer doubles."""
+        if self.scores is not None:
+            self.scores.append(self.num_tokens, logprob)
         if self.num_tokens == len(self._buffer):
             room = max(64, self.num_tokens)
             self._buffer = np.concatenate([self._buffer, np.empty(room, np.int32)])
@@ -141,6 +188,7 @@ class Sequence:
         """What there is to tell when it cannot go on."""
         return SequenceOutput(
             request_id=self.request_id,
+            answer_index=self.answer_index,
             error=error,
             num_cached_tokens=self.num_cached_prompt_tokens or 0,
             metrics=self.metrics(finished_time=now),
@@ -158,14 +206,19 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """What one step has to tell about one sequence. `error` is set when it failed."""
+    """What one step has to tell about one sequence. `error` is set when it failed.
+
+    `prompt_scores` come once, with the first answer's first output.
+    """
 
     request_id: str
+    answer_index: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    prompt_scores: PromptScores | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics
 
@@ -196,21 +249,22 @@ class WaitingQueue:
     @property
     def preempted(self) -> list[Sequence]:
         """Those to resume before any other, earliest arrival first."""
-        return sorted(self._preempted.values(), key=lambda seq: seq.arrival_index)
+        return sorted(self._preempted.values(), key=lambda seq: seq.order)
 
     def first(self, num_sequences: int) -> list[Sequence]:
         """Of those that never ran the first to arrive, in their order."""
         return list(islice(self._by_id.values(), num_sequences))
 
     def add(self, sequence: Sequence) -> None:
-        self._by_id[sequence.request_id] = sequence
+        self._by_id[sequence.id] = sequence
 
     def add_preempted(self, sequence: Sequence) -> None:
-        self._preempted[sequence.request_id] = sequence
+        self._preempted[sequence.id] = sequence
 
-    def pop(self, request_id: str) -> Sequence | None:
-        """Take a sequence out; None if it does not wait here."""
-        return self._preempted.pop(request_id, None) or self._by_id.pop(request_id, None)
+    def discard(self, sequence: Sequence) -> bool:
+        """Take a sequence out; whether it waited here."""
+        was_preempted = self._preempted.pop(sequence.id, None) is not None
+        return self._by_id.pop(sequence.id, None) is not None or was_preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +277,19 @@ class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
     is_sound: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkResult:
+    """What a chunk's logits gave: as many tokens as it draws, and the scores of those it scores."""
+
+    sampled: tuple[SampledToken, ...] = ()
+    scores: TokenScores | None = None
+
+
+def _scored_positions(request: Request) -> range:
+    """Prompt positions whose log-probability is asked for; the first token has none."""
+    if request.sampling.prompt_logprobs is None:
+        return range(0)
+    start = max(1, request.sampling.prompt_logprobs_start)
+    return range(start, max(start, request.num_prompt_tokens))

@@ -21,6 +21,7 @@ from sapwood.runtime.config import BatchingMode, SchedulerOptions
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.policy import SchedulingPolicy
 from sapwood.runtime.request import (
+    ChunkResult,
     Request,
     SampledToken,
     Sequence,
@@ -28,6 +29,7 @@ from sapwood.runtime.request import (
     TokenIds,
     WaitingQueue,
 )
+from sapwood.runtime.scoring import PromptScores
 from sapwood.runtime.segmenter import Segmenter
 from sapwood.runtime.step_plan import Chunk, StepPlan
 
@@ -90,6 +92,7 @@ class Scheduler:
         self._token_bytes = token_bytes
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in the order of arrival
+        self._unfinished: dict[str, list[Sequence]] = {}  # of each request
         self._static_group: frozenset[str] = frozenset()
         self._estimator = LengthEstimator()
         self._num_arrived = 0
@@ -117,19 +120,24 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. O(1)."""
-        self._waiting.add(Sequence(request, self._num_arrived))
+        sequence = Sequence(request, self._num_arrived)
+        self._waiting.add(sequence)
+        self._unfinished[request.request_id] = [sequence]
         self._num_arrived += 1
 
-    def abort(self, request_id: str, now: float) -> SequenceOutput | None:
-        """End a request wherever it is. What it computed stays in the tree; None if it is not here
-        (any more)."""
-        sequence = self._waiting.pop(request_id)
-        if sequence is None:
-            sequence = next((s for s in self._running if s.request_id == request_id), None)
-            if sequence is None:
-                return None
-            self._leave(sequence)
-        return self._output(sequence, now, stop=_Stop(FinishReason.ABORT))
+    def abort(self, request_id: str, now: float) -> list[SequenceOutput]:
+        """End a request wherever it is: an output for each answer that was not finished.
+
+        What it computed stays in the tree. Empty if it is not here (any more).
+        """
+        outputs = []
+        for sequence in self._unfinished.pop(request_id, ()):
+            if not self._waiting.discard(sequence):
+                self._leave(sequence)
+            unborn = [self._sibling(sequence, index) for index in range(1, sequence.num_seats)]
+            for ended in (sequence, *unborn):
+                outputs.append(self._output(ended, now, stop=_Stop(FinishReason.ABORT)))
+        return outputs
 
     def preempt(self, num_sequences: int = 1) -> int:
         """Send the newest running sequences back to wait; how many there were to send."""
@@ -147,7 +155,8 @@ class Scheduler:
         dropped, self._running = self._running, []
         for sequence in dropped:
             sequence.lease = None
-            self._waiting.pop(sequence.request_id)  # a preemption that broke left it in both
+            self._waiting.discard(sequence)  # a preemption that broke left it in both
+            self._forget(sequence)
         for sequence in self._waiting:
             sequence.match_version = -1
         self._cache = cache
@@ -157,7 +166,17 @@ class Scheduler:
         """Forget every waiting sequence and return them."""
         dropped = list(self._waiting)
         self._waiting = WaitingQueue()
+        for sequence in dropped:
+            self._forget(sequence)
         return dropped
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Take a sequence that has ended from those of its request."""
+        siblings = self._unfinished.get(sequence.request_id, [])
+        if sequence in siblings:
+            siblings.remove(sequence)
+        if not siblings:
+            self._unfinished.pop(sequence.request_id, None)
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -205,7 +224,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Publish and release, so that the resume is a cache hit."""
-        logger.debug("preempt %s", sequence.request_id)
+        logger.debug("preempt %s", sequence.id)
         self._waiting.add_preempted(sequence)
         self._leave(sequence)
         sequence.num_preemptions += 1
@@ -215,7 +234,7 @@ class Scheduler:
         """Give the lease back; the tree keeps what was computed, unless it is not to be trusted."""
         lease = sequence.held_lease
         if publish:
-            lease.publish(sequence.settled_token_ids)
+            lease.publish(sequence.settled_token_ids, sequence.settled_notes)
         lease.release()
         sequence.lease = None
         sequence.num_computed = 0
@@ -225,20 +244,22 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
         """Fill the rest of the step with waiting sequences."""
-        if not budget or not self._waiting or len(self._running) >= self._options.max_num_seqs:
+        num_seats = self._options.max_num_seqs - sum(s.num_seats for s in self._running)
+        if not budget or not self._waiting or num_seats <= 0:
             return
         peak = self._peak_budget()
         admitted: list[Sequence] = []
         held: set[str] = set()
         for sequence in self._candidates():
-            if not budget or len(self._running) >= self._options.max_num_seqs:
+            if not budget or sequence.num_seats > num_seats:
                 break
             if self._is_held(sequence):
-                held.add(sequence.request_id)
+                held.add(sequence.id)
                 continue
             if not self._start(sequence, peak, now):
                 break
             admitted.append(sequence)
+            num_seats -= sequence.num_seats
             length = min(sequence.num_uncomputed, budget)
             chunks.append(_chunk(sequence, length))
             budget -= length
@@ -286,10 +307,21 @@ class Scheduler:
         for other in self._running:
             if not other.is_prefilling or other.request.namespace != sequence.request.namespace:
                 continue
-            num_common = _common_prefix(other.token_ids, sequence.token_ids[:-1])
+            num_usable = self._num_usable(sequence, other)
+            num_common = _common_prefix(other.token_ids, sequence.token_ids[:num_usable])
             if num_common > max(num_matched, other.num_computed):
                 return True
         return False
+
+    def _num_usable(self, sequence: Sequence, other: Sequence) -> int:
+        """Leading tokens that need not be computed once `other` has published them."""
+        scores = sequence.scores
+        if scores is None or not scores.wanted:
+            return sequence.num_tokens - 1
+        tells_scores = other.scores is not None and bool(other.scores.wanted)
+        if scores.may_use_cached and tells_scores:
+            return sequence.num_tokens - 1
+        return max(0, sequence.first_unscored - 1)
 
     def _start(self, sequence: Sequence, peak: PeakBudget, now: float) -> bool:
         """Lease blocks for all known tokens and join the running ones; False if it does not fit.
@@ -298,21 +330,37 @@ class Scheduler:
         """
         tokens, namespace = sequence.token_ids, sequence.request.namespace
         num_blocks = -(-len(tokens) // self._cache.block_size)
-        num_held = num_blocks - self._cache.match(tokens, namespace).num_held_blocks
+        max_cached = self._max_cached(sequence)
+        match = self._cache.match(tokens, namespace, max_cached=max_cached)
+        num_held = num_blocks - match.num_held_blocks
         remaining = self._remaining(sequence)
-        if self._running and not peak.fits(num_held, remaining):
+        if self._running and not peak.fits(num_held, remaining, sequence.num_to_fork):
             return False
-        lease = self._cache.acquire(tokens, len(tokens), namespace)
+        lease = self._cache.acquire(tokens, len(tokens), namespace, max_cached=max_cached)
         if lease is None:
             return False
-        peak.add(num_held, remaining)
-        self._waiting.pop(sequence.request_id)
+        peak.add(num_held, remaining, sequence.num_to_fork)
+        self._waiting.discard(sequence)
         sequence.lease = lease
         sequence.num_computed = lease.num_cached
         if sequence.num_cached_prompt_tokens is None:
             self._count_admission(sequence, lease.num_cached, now)
-        insort(self._running, sequence, key=lambda s: s.arrival_index)
+        insort(self._running, sequence, key=lambda s: s.order)
         return True
+
+    def _max_cached(self, sequence: Sequence) -> int | None:
+        """Tokens that may come from the cache where prompt tokens are to be scored; None: all.
+
+        The row before the first one that the cache does not know has to be computed. O(tokens).
+        """
+        scores = sequence.scores
+        if scores is None or not scores.wanted:
+            return None
+        if scores.may_use_cached:
+            namespace = sequence.request.namespace
+            scores.take_cached(self._cache.notes(sequence.token_ids, namespace))
+        first = sequence.first_unscored
+        return None if first == sequence.request.num_prompt_tokens else first - 1
 
     def _count_admission(self, sequence: Sequence, num_cached: int, now: float) -> None:
         num_prompt_tokens = sequence.request.num_prompt_tokens
@@ -328,7 +376,7 @@ class Scheduler:
         held = [sequence.held_lease.num_exclusive_blocks for sequence in self._running]
         peak = PeakBudget(cache.num_blocks, num_pinned - sum(held), cache.block_size)
         for sequence, num_held in zip(self._running, held, strict=True):
-            peak.add(num_held, self._remaining(sequence))
+            peak.add(num_held, self._remaining(sequence), sequence.num_to_fork)
         return peak
 
     def _remaining(self, sequence: Sequence) -> int:
@@ -350,56 +398,101 @@ class Scheduler:
         arrivals = sorted(s.arrival_index for s in admitted)
         for sequence in self._waiting.first(LOOKAHEAD):
             num_later = len(arrivals) - bisect_right(arrivals, sequence.arrival_index)
-            if num_later and sequence.request_id not in held and not self._is_held(sequence):
+            if num_later and sequence.id not in held and not self._is_held(sequence):
                 sequence.num_overtaken += num_later
 
     # -- commit --------------------------------------------------------------------------------
 
     def commit(
-        self, plan: StepPlan, sampled: SequenceOf[SampledToken], now: float
+        self, plan: StepPlan, results: SequenceOf[ChunkResult], now: float
     ) -> list[SequenceOutput]:
-        """Take in the results of a step: one token for each of the plan's sampling chunks.
+        """Take in the results of a step, one for each of the plan's chunks.
 
         Prompt chunks are published first, so that the next plan sees them; a sequence that ends
         gives its blocks back here and not a step later.
         """
         self.counters.num_steps += 1
         self.counters.computed_tokens += plan.num_rows
-        for chunk in plan.chunks:
-            self._advance(chunk)
-        return [
-            self._take(chunk.sequence, token, now)
-            for chunk, token in zip(plan.sampling_chunks, sampled, strict=True)
-        ]
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            self._advance(chunk, result)
+        outputs = []
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            sequence = chunk.sequence
+            if result.sampled:
+                first, *others = result.sampled
+                # Forked before the first answer can end and give its lease back.
+                forks = [self._fork(sequence, index) for index in range(1, 1 + len(others))]
+                outputs.append(self._take(sequence, first, now))
+                outputs += map(self._take, forks, others, [now] * len(others))
+            elif sequence.request.max_tokens == 0 and not sequence.num_uncomputed:
+                outputs.append(self._end(sequence, _Stop(FinishReason.LENGTH), now))
+        return outputs
 
-    def _advance(self, chunk: Chunk) -> None:
+    def _advance(self, chunk: Chunk, result: ChunkResult) -> None:
         sequence = chunk.sequence
         lease = sequence.held_lease
         if lease.copy is not None:
             lease.copied()
         was_prefilling = sequence.is_prefilling
         sequence.num_computed = chunk.end
+        if result.scores is not None and sequence.scores is not None:
+            sequence.scores.take_computed(chunk.first_score, result.scores)
         if was_prefilling:
-            lease.publish(sequence.settled_token_ids)
+            lease.publish(sequence.settled_token_ids, sequence.settled_notes)
+
+    def _fork(self, parent: Sequence, answer_index: int) -> Sequence:
+        """Begin another answer to a prompt that is computed: its keys and values are shared.
+
+        Where there is no room for the fork's own blocks now, it waits like one that was preempted.
+        """
+        sequence = self._sibling(parent, answer_index)
+        sequence.num_cached_prompt_tokens = parent.num_cached_prompt_tokens
+        sequence.first_scheduled_time = parent.first_scheduled_time
+        parent.num_to_fork -= 1
+        self._unfinished[parent.request_id].append(sequence)
+        lease = parent.held_lease.fork(parent.settled_token_ids)
+        if lease is None:
+            self._waiting.add_preempted(sequence)
+        else:
+            sequence.lease = lease
+            sequence.num_computed = lease.num_cached
+            insort(self._running, sequence, key=lambda s: s.order)
+        return sequence
+
+    def _sibling(self, sequence: Sequence, answer_index: int) -> Sequence:
+        return Sequence(sequence.request, sequence.arrival_index, answer_index)
 
     def _take(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceOutput:
         if not token.is_sound:
-            self._leave(sequence, publish=False)
+            self._drop(sequence, publish=False)
             return sequence.failure(
                 "the model gave no finite logits for this request; its numbers left the range of "
                 "the dtype, or the checkpoint is broken: try float32, or check the weights",
                 now,
             )
-        sequence.append(token.token_id)
+        logprobs = token.logprobs
+        sequence.append(token.token_id, None if logprobs is None else logprobs.logprob)
         self.counters.generated_tokens += 1
         if sequence.first_token_time is None:
             sequence.first_token_time = now
         stop = self._stop(sequence, token.token_id)
-        if stop is not None:
-            if stop.finish_reason is FinishReason.STOP:
-                self._estimator.observe(sequence.num_generated)
-            self._leave(sequence)
+        if stop is None:
+            return self._output(sequence, now, token)
+        if stop.finish_reason is FinishReason.STOP:
+            self._estimator.observe(sequence.num_generated)
+        return self._end(sequence, stop, now, token)
+
+    def _end(
+        self, sequence: Sequence, stop: _Stop, now: float, token: SampledToken | None = None
+    ) -> SequenceOutput:
+        self._drop(sequence)
         return self._output(sequence, now, token, stop)
+
+    def _drop(self, sequence: Sequence, publish: bool = True) -> None:
+        """Let go of a sequence that has ended, wherever it is."""
+        if not self._waiting.discard(sequence):  # where a fork that had no room waits
+            self._leave(sequence, publish)
+        self._forget(sequence)
 
     def _stop(self, sequence: Sequence, token_id: int) -> _Stop | None:
         """Whether the newest token ends the answer."""
@@ -410,7 +503,7 @@ class Scheduler:
         if sequence.stop_matcher is not None:
             match = sequence.stop_matcher.feed(self._bytes_of(token_id))
             if match is not None:
-                return _Stop(FinishReason.STOP, sampling.stop[match.stop_index])
+                return _Stop(FinishReason.STOP, match.reason)
         if sequence.num_generated >= sequence.request.max_tokens:
             return _Stop(FinishReason.LENGTH)
         if sequence.num_tokens >= self._max_model_len:
@@ -431,6 +524,8 @@ class Scheduler:
         logprobs = token.logprobs if token is not None else None
         return SequenceOutput(
             request_id=sequence.request_id,
+            answer_index=sequence.answer_index,
+            prompt_scores=self._prompt_scores(sequence),
             token_ids=() if token is None else (token.token_id,),
             logprobs=() if logprobs is None else (logprobs,),
             finish_reason=None if stop is None else stop.finish_reason,
@@ -439,27 +534,46 @@ class Scheduler:
             metrics=sequence.metrics(finished_time=None if stop is None else now),
         )
 
+    def _prompt_scores(self, sequence: Sequence) -> PromptScores | None:
+        """What was asked of the prompt, once it is known whole, with the first output."""
+        scores = sequence.scores
+        if scores is None or not scores.wanted or sequence.num_generated > 1:
+            return None
+        if sequence.first_unscored < sequence.request.num_prompt_tokens:
+            return None  # aborted before
+        return scores.prompt()
+
     # -- inspection ----------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the cache below it."""
         self._cache.check()
-        arrivals = [sequence.arrival_index for sequence in self._running]
-        assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
+        orders = [sequence.order for sequence in self._running]
+        assert orders == sorted(set(orders)), "running sequences are out of order"
         for sequence in self._running:
             assert sequence.lease is not None, "a running sequence holds no lease"
             assert 0 <= sequence.num_computed < sequence.num_tokens <= self._max_model_len
+            assert sequence in self._unfinished[sequence.request_id], "a sequence is not known"
             capacity = sequence.lease.num_blocks * self._cache.block_size
             assert sequence.num_computed <= capacity, "tokens without blocks"
         for sequence in self._waiting:
             assert sequence.lease is None, "a waiting sequence holds a lease"
-        assert len(self._running) <= self._options.max_num_seqs
+        num_seats = sum(sequence.num_seats for sequence in self._running)
+        assert num_seats <= self._options.max_num_seqs, "more sequences than seats"
+        known = [s for sequences in self._unfinished.values() for s in sequences]
+        assert len(known) == len(self._running) + len(self._waiting), "a sequence was lost"
 
 
 def _chunk(sequence: Sequence, length: int) -> Chunk:
     start = sequence.num_computed
-    num_logits = 1 if start + length == sequence.num_tokens else 0
-    return Chunk(sequence, start, length, num_logits)
+    end = start + length
+    samples = end == sequence.num_tokens and sequence.request.max_tokens > 0
+    num_logits = int(samples)
+    first = sequence.first_unscored
+    if first < sequence.request.num_prompt_tokens:
+        # The row before a token gives its score.
+        num_logits = max(num_logits, end - max(start, first - 1))
+    return Chunk(sequence, start, length, num_logits, sequence.num_seats if samples else 0)
 
 
 def _common_prefix(a: TokenIds, b: TokenIds) -> int:

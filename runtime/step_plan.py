@@ -1,9 +1,11 @@
 """What one step does: a value, without tensors."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.radix import BlockCopy
+from sapwood.runtime.noise import answer_seed
 from sapwood.runtime.request import Sequence
 
 
@@ -11,18 +13,37 @@ from sapwood.runtime.request import Sequence
 class Chunk:
     """Tokens `[start, start + length)` of a sequence, computed in one step.
 
-    `num_logits` of its last rows need logits: 0 inside a prompt, 1 to sample. Prefill, a chunk of
-    it, decode and resume after preemption are all this.
+    `num_logits` of its last rows need logits: 0 inside a prompt, 1 to sample, more where prompt
+    tokens are scored; `num_samples` tokens are drawn from the last one: 1, or as many as answers
+    begin there. Prefill, a chunk of it, decode and resume after preemption are all this.
     """
 
     sequence: Sequence
     start: int
     length: int
     num_logits: int
+    num_samples: int
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @property
+    def seeds(self) -> Iterator[int]:
+        """Of the noise of each token that is drawn."""
+        first, seed = self.sequence.answer_index, self.sequence.request.seed
+        return (answer_seed(seed, first + offset) for offset in range(self.num_samples))
+
+    @property
+    def num_scores(self) -> int:
+        """Of the rows with logits, the first whose next token is one of the prompt's."""
+        last_scored = min(self.end, self.sequence.request.num_prompt_tokens - 1)
+        return max(0, last_scored - (self.end - self.num_logits))
+
+    @property
+    def first_score(self) -> int:
+        """The position of the first token that is scored."""
+        return self.end - self.num_logits + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +62,6 @@ class StepPlan:
         return self.attention.num_rows
 
     @property
-    def sampling_chunks(self) -> list[Chunk]:
-        """The chunks that end in a token to draw."""
-        return [chunk for chunk in self.chunks if chunk.num_logits]
+    def num_logits(self) -> int:
+        """Rows whose logits are needed."""
+        return sum(chunk.num_logits for chunk in self.chunks)

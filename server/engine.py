@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from sapwood.runtime.build import EngineInfo as EngineInfo
     from sapwood.runtime.core import EngineStats as EngineStats
 
-# Text, token ids or the messages of a conversation.
-Input = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int]  # text or token ids
+Input = Prompt | Sequence[Mapping[str, Any]]  # or the messages of a conversation
 
 
 class TokenTexts(Protocol):

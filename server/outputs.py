@@ -42,7 +42,7 @@ class Usage:
         if is_first:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_tokens += output.num_cached_tokens
-        self.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+        self.completion_tokens += output.num_generated_tokens
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -57,18 +57,21 @@ class Usage:
 class OpenAIAnswer:
     """One answer of `/v1/chat/completions` or `/v1/completions`, in the making.
 
-    Subclasses say how a choice looks. `include_usage` adds `usage` to each chunk: null, and the
-    counts in a last chunk without choices.
+    Subclasses say how a choice looks. Each prompt has `num_answers` choices, behind those of the
+    prompt before it. `include_usage` adds `usage` to each chunk: null, and the counts in a last
+    chunk without choices.
     """
 
     id: str
     model: str
     fingerprint: str
     tokenizer: TokenTexts
+    num_answers: int = 1
     include_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     usage: Usage = field(default_factory=Usage)
-    started: set[int] = field(default_factory=set)  # indices of choices that have begun
+    counted: set[int] = field(default_factory=set)  # prompts in `usage`
+    started: set[int] = field(default_factory=set)  # choices that have begun
 
     whole_object = ""
     chunk_object = ""
@@ -76,32 +79,34 @@ class OpenAIAnswer:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is not streamed; `outputs` in the order of the prompts."""
         choices = []
-        for index, output in enumerate(outputs):
-            self._count(index, output)
-            answer = output.outputs[0]
-            choice = {
-                "index": index,
-                **self._whole_choice(index, answer),
-                "logprobs": self._logprobs(index, answer),
-                "finish_reason": finish_reason(answer),
-                "stop_reason": answer.stop_reason,
-            }
-            choices.append(choice)
+        for prompt_index, output in enumerate(outputs):
+            self._count(prompt_index, output)
+            for answer in output.outputs:
+                index = prompt_index * self.num_answers + answer.index
+                choice = {
+                    "index": index,
+                    **self._whole_choice(index, output, answer),
+                    "finish_reason": finish_reason(answer),
+                    "stop_reason": answer.stop_reason,
+                }
+                choices.append(choice)
         return self._envelope(self.whole_object) | {
             "choices": choices,
             "usage": self.usage.as_dict(),
+            **self._whole_extras(outputs),
         }
 
-    def pieces(self, index: int, output: RequestOutput) -> bytes:
-        """The events for what is new in the answer to prompt `index`; may be none."""
-        is_first = index not in self.started
-        self._count(index, output)
+    def pieces(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The events for what is new in an answer to a prompt; may be none."""
+        self._count(prompt_index, output)
         answer = output.outputs[0]
+        index = prompt_index * self.num_answers + answer.index
         choices: list[dict[str, Any]] = []
-        if is_first:
-            choices += self._opening(index)
+        if index not in self.started:
+            self.started.add(index)
+            choices += self._opening(index, output)
         logprobs = self._logprobs(index, answer)
-        if answer.text or logprobs is not None:
+        if answer.text or (logprobs is not None and answer.token_ids):
             piece = {"index": index, **self._piece(answer.text)}
             choices.append(piece | {"logprobs": logprobs, "finish_reason": None})
         if reason := finish_reason(answer):
@@ -115,9 +120,9 @@ class OpenAIAnswer:
             return DONE
         return sse(self._chunk([]) | {"usage": self.usage.as_dict()}) + DONE
 
-    def _count(self, index: int, output: RequestOutput) -> None:
-        self.usage.add(output, is_first=index not in self.started)
-        self.started.add(index)
+    def _count(self, prompt_index: int, output: RequestOutput) -> None:
+        self.usage.add(output, is_first=prompt_index not in self.counted)
+        self.counted.add(prompt_index)
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
@@ -132,10 +137,16 @@ class OpenAIAnswer:
         chunk = self._envelope(self.chunk_object) | {"choices": choices}
         return chunk | {"usage": None} if self.include_usage else chunk
 
-    def _whole_choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+    def _whole_choice(
+        self, index: int, output: RequestOutput, answer: CompletionOutput
+    ) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _opening(self, index: int) -> list[dict[str, Any]]:
+    def _whole_extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """What stands beside the choices."""
+        return {}
+
+    def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """Choices that come before the first piece."""
         return []
 
@@ -152,12 +163,21 @@ class ChatAnswer(OpenAIAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _whole_choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+    def _whole_choice(
+        self, index: int, output: RequestOutput, answer: CompletionOutput
+    ) -> dict[str, Any]:
+        return {
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(index, answer),
+        }
 
-    def _opening(self, index: int) -> list[dict[str, Any]]:
+    def _whole_extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return _prompt_logprobs(outputs[0], self.tokenizer)
+
+    def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return [opening | _prompt_logprobs(output, self.tokenizer)]
 
     def _piece(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
         return {"delta": {} if is_last else {"content": text}}
@@ -181,33 +201,78 @@ class ChatAnswer(OpenAIAnswer):
 
 @dataclass(slots=True, kw_only=True)
 class TextAnswer(OpenAIAnswer):
-    """`text_completion`, whole and in chunks."""
+    """`text_completion`, whole and in chunks.
 
+    With `echo`, the texts of the prompts, each choice begins with its prompt, and so do its
+    log-probabilities.
+    """
+
+    echo: Sequence[str] = ()
     offsets: dict[int, int] = field(default_factory=dict)  # characters so far, by choice
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def _whole_choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
-        return {"text": answer.text}
+    def _whole_choice(
+        self, index: int, output: RequestOutput, answer: CompletionOutput
+    ) -> dict[str, Any]:
+        entries = (*self._echoed(output), *(answer.logprobs or ()))
+        has_logprobs = answer.logprobs is not None
+        first = int(output.prompt_token_ids[0])
+        return {
+            "text": self._prompt_text(index) + answer.text,
+            "logprobs": self._listed(index, entries, first) if has_logprobs else None,
+            **({} if self.echo else _prompt_logprobs(output, self.tokenizer)),
+        }
+
+    def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        if not self.echo:
+            extras = _prompt_logprobs(output, self.tokenizer)
+            opening = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+            return [opening | extras] if extras else []
+        entries, logprobs = self._echoed(output), None
+        if output.outputs[0].logprobs is not None:
+            logprobs = self._listed(index, entries, int(output.prompt_token_ids[0]))
+        text = self._prompt_text(index)
+        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}]
+
+    def _prompt_text(self, index: int) -> str:
+        return self.echo[index // self.num_answers] if self.echo else ""
+
+    def _echoed(self, output: RequestOutput) -> tuple[TokenLogprobs | None, ...]:
+        """The prompt's entries, where they are part of the choice."""
+        return output.prompt_logprobs or () if self.echo else ()
 
     def _piece(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
         return {"text": text}
 
     def _logprobs(self, index: int, answer: CompletionOutput) -> dict[str, Any] | None:
-        """Four parallel lists. The chosen token is always among the likeliest."""
-        if answer.logprobs is None:
-            return None
-        tokens, values, likeliest, offsets = [], [], [], []
+        return None if answer.logprobs is None else self._listed(index, answer.logprobs)
+
+    def _listed(
+        self, index: int, entries: Sequence[TokenLogprobs | None], first: int = -1
+    ) -> dict[str, Any]:
+        """Four parallel lists. The chosen token is always among the likeliest.
+
+        The first token of a prompt has no entry; `first` is its id.
+        """
+        tokens: list[str] = []
+        values: list[float | None] = []
+        likeliest: list[dict[str, float] | None] = []
+        offsets: list[int] = []
         offset = self.offsets.get(index, 0)
-        for entry in answer.logprobs:
-            text = self._text(entry.token_id)
-            top = {self._text(other.token_id): finite(other.logprob) for other in entry.top}
+        for entry in entries:
+            text = self._text(first if entry is None else entry.token_id)
             tokens.append(text)
-            values.append(finite(entry.logprob))
-            likeliest.append(top | {text: finite(entry.logprob)})
             offsets.append(offset)
             offset += len(text)
+            if entry is None:
+                values.append(None)
+                likeliest.append(None)
+                continue
+            top = {self._text(other.token_id): finite(other.logprob) for other in entry.top}
+            values.append(finite(entry.logprob))
+            likeliest.append(top | {text: finite(entry.logprob)})
         self.offsets[index] = offset
         return {
             "tokens": tokens,
@@ -236,10 +301,12 @@ class NativeAnswer:
     token_ids: list[int] = field(default_factory=list)
     token_logprobs: list[list[Any]] = field(default_factory=list)
     top_logprobs: list[list[list[Any]] | None] = field(default_factory=list)
+    input_start: int = 0  # the first prompt position in the log-probabilities
+    input_token_logprobs: list[list[Any]] = field(default_factory=list)
+    input_top_logprobs: list[list[list[Any]] | None] = field(default_factory=list)
 
-    def add(self, output: RequestOutput) -> dict[str, Any]:
-        """Everything so far, with the piece `output`."""
-        answer = output.outputs[0]
+    def add(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """Everything so far, with `answer`, a piece in `output`."""
         self.text += answer.text
         self.token_ids += answer.token_ids
         meta: dict[str, Any] = {
@@ -255,10 +322,24 @@ class NativeAnswer:
             self._add_logprobs(answer.logprobs)
             meta["output_token_logprobs"] = self.token_logprobs
             meta["output_top_logprobs"] = self.top_logprobs
-            meta["input_token_logprobs"] = []
-            meta["input_top_logprobs"] = []
+            if output.prompt_logprobs is not None:
+                self._add_prompt(output)
+            meta["input_token_logprobs"] = self.input_token_logprobs
+            meta["input_top_logprobs"] = self.input_top_logprobs
         result = {"text": self.text, "output_ids": self.token_ids, "meta_info": meta}
         return result if self.index is None else result | {"index": self.index}
+
+    def _add_prompt(self, output: RequestOutput) -> None:
+        ids = output.prompt_token_ids[self.input_start :].tolist()
+        entries = (output.prompt_logprobs or ())[self.input_start :]
+        for token_id, entry in zip(ids, entries, strict=True):
+            if entry is None:
+                text = self.tokenizer.token_text(token_id) if self.with_text else None
+                self.input_token_logprobs.append([None, token_id, text])
+                self.input_top_logprobs.append(None)
+            else:
+                self.input_token_logprobs.append(self._token(entry))
+                self.input_top_logprobs.append([self._token(o) for o in entry.top] or None)
 
     def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         for entry in entries:
@@ -283,6 +364,33 @@ class NativeAnswer:
                 return {"type": "length", "length": len(self.token_ids)}
             case FinishReason.ABORT:
                 return {"type": "abort", "message": "the request was aborted"}
+
+
+def _prompt_logprobs(output: RequestOutput, tokenizer: TokenTexts) -> dict[str, Any]:
+    """vLLM's field: for each prompt token the log-probabilities by token id, null for the first.
+
+    A token has a rank if it is among the likeliest that were asked for. Empty where nothing was.
+    """
+    if output.prompt_logprobs is None:
+        return {}
+    listed: list[dict[str, Any] | None] = []
+    for entry in output.prompt_logprobs:
+        if entry is None:
+            listed.append(None)
+            continue
+        ranks = {other.token_id: rank for rank, other in enumerate(entry.top, start=1)}
+        tokens: dict[int, Logprob | TokenLogprobs] = {o.token_id: o for o in entry.top}
+        listed.append(
+            {
+                str(token_id): {
+                    "logprob": finite(token.logprob),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": tokenizer.token_text(token_id),
+                }
+                for token_id, token in ({entry.token_id: entry} | tokens).items()
+            }
+        )
+    return {"prompt_logprobs": listed}
 
 
 def finish_reason(answer: CompletionOutput) -> str | None:

@@ -28,7 +28,7 @@ from sapwood.runtime.errors import RequestError
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import Refused, json_path
 from sapwood.server.connection import is_sound_id
-from sapwood.server.engine import Input
+from sapwood.server.engine import Prompt
 from sapwood.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -80,6 +80,18 @@ Stop = Annotated[
 ]
 
 
+def _integer_keys(value: Any) -> Any:
+    """JSON's keys are strings; ours are token ids."""
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(key, str) and key.isdecimal() and len(key) < 20 for key in value):
+        raise PydanticCustomError("token_ids", "must map token ids to biases")
+    return {int(key): bias for key, bias in value.items()}
+
+
+LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_integer_keys)]
+
+
 def sampling_params(names: Mapping[str, str], values: dict[str, Any]) -> SamplingParams:
     """SamplingParams from `values` without those that are None, but for max_tokens.
 
@@ -103,7 +115,7 @@ def in_callers_words(names: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(400, message, param=param, code=error.code) from error
 
 
-def as_prompts(value: Any, param: str, info: "EngineInfo") -> tuple[list[Input], bool]:
+def as_prompts(value: Any, param: str, info: "EngineInfo") -> tuple[list[Prompt], bool]:
     """The prompts in a string, a list of strings, token ids or a list of lists of token ids.
 
     The flag says whether it was a single one. Raises ApiError. A few C calls per prompt, nothing

@@ -10,12 +10,13 @@ from pydantic import WithJsonSchema
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import checked, json_path
 from sapwood.server.connection import is_sound_id
-from sapwood.server.engine import Input
+from sapwood.server.engine import Prompt
 from sapwood.server.errors import ApiError
 from sapwood.server.schemas import (
     ID_RULE,
     Accepted,
     Int64,
+    LogitBias,
     Stop,
     Wire,
     as_prompts,
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
     from sapwood.runtime.build import EngineInfo
 
 _NO_GRAMMAR = "constrained decoding is not served yet; leave it out"
-_NO_PENALTY = "penalties are not served yet; leave it out"
 _NO_MEDIA = "only text is served; leave it out"
 _NO_SESSION = "sessions are not served; send the whole prompt, what was computed is found again"
-_ONE_ANSWER = "one answer per prompt is served; send several prompts, they share their prefix"
-_OUTPUT_ONLY = "log-probabilities of the prompt are not served yet; use -1"
+_NO_BEAMS = (
+    "beam search is not served: an answer would depend on the others of its beams; use n with a "
+    "temperature"
+)
 _NOT_YET = "not served yet; leave it out"
 
 # Our names and those of this endpoint, where they differ.
@@ -50,37 +52,46 @@ class NativeSampling(Wire):
     min_new_tokens: Int64 | None = None
     stop: Stop = None
     stop_token_ids: list[Int64] | None = None
+    stop_regex: Stop = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias = None
+    allowed_token_ids: list[Int64] | None = None
+    banned_token_ids: list[Int64] | None = None
+    n: Int64 | None = None
     ignore_eos: bool | None = None
     sampling_seed: Int64 | None = None
     seed: Int64 | None = None
 
     skip_special_tokens: Annotated[Any, refused(_NOT_YET, True)] = None
     spaces_between_special_tokens: Accepted = None
-    n: Annotated[Any, refused(_ONE_ANSWER, 1)] = None
-    beam_width: Annotated[Any, refused(_NOT_YET, 1)] = None
-    frequency_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
-    presence_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
-    repetition_penalty: Annotated[Any, refused(_NO_PENALTY, 1)] = None
-    logit_bias: Annotated[Any, refused(_NOT_YET, {})] = None
+    beam_width: Annotated[Any, refused(_NO_BEAMS, 1)] = None
     json_schema: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
     regex: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
     ebnf: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
     structural_tag: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
-    stop_regex: Annotated[Any, refused(_NOT_YET, [], "")] = None
     no_stop_trim: Annotated[Any, refused(_NOT_YET, False)] = None
     stream_interval: Annotated[Any, refused(_NOT_YET, 1)] = None
     custom_params: Annotated[Any, refused(_NOT_YET, {})] = None
     watermark: Annotated[Any, refused(_NOT_YET)] = None
 
-    def sampling(self, at: str, logprobs: bool, top_logprobs: int) -> SamplingParams:
-        """These options, which stand at `at` in the body. Raises ApiError."""
+    def sampling(
+        self, at: str, *, logprobs: bool, top_logprobs: int, logprob_start: int
+    ) -> SamplingParams:
+        """These options, which stand at `at` in the body. Raises ApiError.
+
+        Prompt tokens are scored from `logprob_start` on, none if it is -1.
+        """
         fields = (*NativeSampling.model_fields, *_NAMES)
         names = {field: f"{at}.{_NAMES.get(field, field)}" for field in fields}
         names |= {"top_logprobs": "top_logprobs_num", "logprobs": "return_logprob"}
+        names |= {"prompt_logprobs_start": "logprob_start_len"}
+        scores_prompt = logprobs and logprob_start >= 0
         values = {
             "max_tokens": self.max_new_tokens,
             "min_tokens": self.min_new_tokens,
@@ -91,10 +102,20 @@ class NativeSampling(Wire):
             "seed": self.seed if self.sampling_seed is None else self.sampling_seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
+            "stop_regex": self.stop_regex,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "banned_token_ids": self.banned_token_ids,
+            "n": self.n,
             "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
-            # As SGLang does, without return_logprob the number says nothing.
+            # As SGLang does, without return_logprob the numbers say nothing.
             "top_logprobs": top_logprobs if logprobs else 0,
+            "prompt_logprobs": top_logprobs if scores_prompt else None,
+            "prompt_logprobs_start": logprob_start if scores_prompt else None,
         }
         return sampling_params(names, values)
 
@@ -117,7 +138,7 @@ class GenerateRequest(Wire):
     sampling_params: Annotated[Any, _one_or_list("object")] = None
     rid: Annotated[Any, _one_or_list("string")] = None
     return_logprob: Annotated[Any, _one_or_list("boolean")] = None
-    logprob_start_len: Annotated[Any, refused(_OUTPUT_ONLY, -1)] = None
+    logprob_start_len: Annotated[Any, _one_or_list("integer")] = None
     top_logprobs_num: Annotated[Any, _one_or_list("integer")] = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
@@ -152,7 +173,7 @@ class GenerateRequest(Wire):
         prompt = "input_ids" if self.text is None else "text"
         return {"prompt": prompt, "stop_token_ids": at, "request_id": "rid"}
 
-    def prompts(self, info: "EngineInfo") -> tuple[list[Input], bool]:
+    def prompts(self, info: "EngineInfo") -> tuple[list[Prompt], bool]:
         """What to answer, and whether it is a single prompt. Raises ApiError."""
         if (self.text is None) == (self.input_ids is None):
             raise ApiError(400, "give one of text and input_ids", param="text")
@@ -167,13 +188,32 @@ class GenerateRequest(Wire):
         """How to answer each prompt. Raises ApiError."""
         wanted = self._per_prompt("return_logprob", bool, num_prompts)
         top = self._per_prompt("top_logprobs_num", int, num_prompts)
+        starts = self.logprob_starts(num_prompts)
         shared = not isinstance(self.sampling_params, list)
         result = []
         for i, raw in enumerate(self._per_prompt("sampling_params", dict, num_prompts)):
             at = ("sampling_params",) if shared else ("sampling_params", i)
             options = checked(raw or {}, NativeSampling, at=at)
-            result.append(options.sampling(json_path(at), bool(wanted[i]), top[i] or 0))
+            sampling = options.sampling(
+                json_path(at),
+                logprobs=bool(wanted[i]),
+                top_logprobs=top[i] or 0,
+                logprob_start=starts[i],
+            )
+            result.append(sampling)
         return result
+
+    def logprob_starts(self, num_prompts: int) -> list[int]:
+        """The first prompt position to score, -1 for none. Raises ApiError."""
+        given = self._per_prompt("logprob_start_len", int, num_prompts)
+        starts = [-1 if start is None else start for start in given]
+        if any(start < -1 for start in starts):
+            raise ApiError(
+                400,
+                f"logprob_start_len is {str(min(starts))[:20]}; it must be a position, or -1",
+                param="logprob_start_len",
+            )
+        return starts
 
     def request_ids(self, num_prompts: int) -> list[str]:
         """The caller's ids, or new ones; one id for a batch is told apart by a counter.

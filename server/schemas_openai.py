@@ -18,6 +18,7 @@ from sapwood.server.errors import ApiError
 from sapwood.server.schemas import (
     Accepted,
     Int64,
+    LogitBias,
     RequestId,
     Stop,
     Wire,
@@ -30,10 +31,13 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 _NO_TOOLS = "tool calls are not served yet; leave it out and describe the tools in a message"
 _NO_GRAMMAR = "constrained decoding is not served yet; leave it out and check the answer"
-_NO_PENALTY = "penalties are not served yet; leave it out"
+_NO_BEAMS = (
+    "beam search is not served: its beams are ranked together at every step, and an answer would "
+    "depend on the others; use best_of, or n with a temperature"
+)
+_NO_BAD_WORDS = "words are not served; ban their tokens with banned_token_ids"
 _NO_MEDIA = "only text is served; leave it out"
 _NO_REASONING = "the model does not reason apart from its answer; leave it out"
-_ONE_ANSWER = "one answer per prompt is served; send several requests, they share their prefix"
 _NOT_YET = "not served yet; leave it out"
 
 
@@ -134,16 +138,25 @@ class OpenAIRequest(Wire):
     min_p: float | None = None
     min_tokens: Int64 | None = None
     stop_token_ids: list[Int64] | None = None
+    stop_regex: Stop = None
     ignore_eos: bool | None = None
+    n: Int64 | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias = None
+    allowed_token_ids: list[Int64] | None = None
+    banned_token_ids: list[Int64] | None = None
+    prompt_logprobs: Int64 | None = None
+    prompt_logprobs_start: Int64 | None = None
     # Shorter than the rule allows: the answer's id has a prefix and may have a counter.
     request_id: Annotated[RequestId, Field(max_length=128)] | None = None
 
     user: Accepted = None
-    n: Annotated[Any, refused(_ONE_ANSWER, 1)] = None
-    frequency_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
-    presence_penalty: Annotated[Any, refused(_NO_PENALTY, 0)] = None
-    repetition_penalty: Annotated[Any, refused(_NO_PENALTY, 1)] = None
-    logit_bias: Annotated[Any, refused(_NOT_YET, {})] = None
+    use_beam_search: Annotated[Any, refused(_NO_BEAMS, False)] = None
+    length_penalty: Annotated[Any, refused(_NO_BEAMS, 1)] = None
+    early_stopping: Annotated[Any, refused(_NO_BEAMS, False)] = None
+    bad_words: Annotated[Any, refused(_NO_BAD_WORDS, [])] = None
     structured_outputs: Annotated[Any, refused(_NO_GRAMMAR)] = None
     regex: Annotated[Any, refused(_NO_GRAMMAR)] = None
     ebnf: Annotated[Any, refused(_NO_GRAMMAR)] = None
@@ -168,7 +181,17 @@ class OpenAIRequest(Wire):
             "seed": self.seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
+            "stop_regex": self.stop_regex,
             "ignore_eos": self.ignore_eos,
+            "n": self.n,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "banned_token_ids": self.banned_token_ids,
+            "prompt_logprobs": self.prompt_logprobs,
+            "prompt_logprobs_start": self.prompt_logprobs_start,
         }
         return sampling_params(names, common | values)
 
@@ -233,16 +256,28 @@ class CompletionRequest(OpenAIRequest):
         ),
     ]
     logprobs: Int64 | None = None
+    echo: bool | None = None
+    best_of: Int64 | None = None
 
-    echo: Annotated[Any, refused(_NOT_YET, False)] = None
     suffix: Annotated[Any, refused(_NOT_YET, "")] = None
-    best_of: Annotated[Any, refused(_ONE_ANSWER, 1)] = None
 
     def sampling(self) -> SamplingParams:
         """How to answer; without a limit, 16 tokens. Raises ApiError."""
+        prompt_logprobs = self.prompt_logprobs
+        if self.echo and prompt_logprobs is not None:
+            raise ApiError(
+                400,
+                "echo has the prompt's log-probabilities where logprobs is given; leave out "
+                "prompt_logprobs",
+                param="prompt_logprobs",
+            )
+        if self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            prompt_logprobs = self.logprobs or 0
         return self._sampling(
             {"top_logprobs": "logprobs"},
             max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs is not None,
             top_logprobs=self.logprobs,
+            best_of=self.best_of,
+            prompt_logprobs=prompt_logprobs,
         )

@@ -144,18 +144,20 @@ class Serving:
         with in_callers_words(work.names):
             outputs = await unless_left(request.receive, answers)
         for output in outputs:
-            self._note_finished(output, len(output.outputs[0].token_ids))
+            self._note_finished(output, output.num_generated_tokens)
         return outputs
 
     async def stream(self, work: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What is new in the answer to each prompt, as it comes. Close it to abort them all."""
         num_tokens = [0] * len(work.prompts)
+        num_answers = [sampling.n for sampling in work.sampling]
         pieces = self.engine.stream_all(work.prompts, work.sampling, request_ids=work.request_ids)
         with in_callers_words(work.names):
             async with aclosing(pieces):
                 async for index, output in pieces:
-                    num_tokens[index] += len(output.outputs[0].token_ids)
-                    if output.finished:
+                    num_tokens[index] += output.num_generated_tokens
+                    num_answers[index] -= output.finished
+                    if not num_answers[index]:
                         self._note_finished(output, num_tokens[index])
                     yield index, output
 

@@ -19,16 +19,18 @@ router = APIRouter(tags=["openai"])
 )
 async def chat_completions(request: Request, serving: ServingDep) -> Response:
     body = await serving.read(request, ChatRequest)
+    sampling = body.sampling()
     answer = ChatAnswer(
         id=f"chatcmpl-{body.request_id or uuid4().hex}",
         model=serving.model_name(body.model),
         fingerprint=serving.fingerprint,
         tokenizer=serving.engine.tokenizer,
+        num_answers=sampling.n,
         include_usage=body.include_usage,
     )
     work = Work(
         prompts=[[message.plain() for message in body.messages]],
-        sampling=[body.sampling()],
+        sampling=[sampling],
         request_ids=[answer.id],
     )
     return await openai_reply(serving, request, answer, work, stream=bool(body.stream))

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from sapwood.server.body import request_body
+from sapwood.server.engine import Prompt, TokenTexts
 from sapwood.server.outputs import TextAnswer
 from sapwood.server.routes.replies import openai_reply
 from sapwood.server.schemas import as_prompts
@@ -23,17 +24,27 @@ router = APIRouter(tags=["openai"])
 async def completions(request: Request, serving: ServingDep) -> Response:
     body = await serving.read(request, CompletionRequest)
     engine = serving.engine
+    sampling = body.sampling()
+    prompts, single = as_prompts(body.prompt, "prompt", engine.info)
     answer = TextAnswer(
         id=f"cmpl-{body.request_id or uuid4().hex}",
         model=serving.model_name(body.model),
         fingerprint=serving.fingerprint,
         tokenizer=engine.tokenizer,
+        num_answers=sampling.n,
         include_usage=body.include_usage,
+        echo=[_text(prompt, engine.tokenizer) for prompt in prompts] if body.echo else (),
     )
-    prompts, single = as_prompts(body.prompt, "prompt", engine.info)
     work = Work(
         prompts=prompts,
-        sampling=[body.sampling()] * len(prompts),
+        sampling=[sampling] * len(prompts),
         request_ids=[answer.id if single else f"{answer.id}-{i}" for i in range(len(prompts))],
     )
     return await openai_reply(serving, request, answer, work, stream=bool(body.stream))
+
+
+def _text(prompt: Prompt, tokenizer: TokenTexts) -> str:
+    """What a prompt reads like when it is echoed. A token id that is not one adds nothing."""
+    if isinstance(prompt, str):
+        return prompt
+    return b"".join(tokenizer.token_raw_bytes(id) for id in prompt).decode(errors="replace")

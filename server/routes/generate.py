@@ -1,5 +1,6 @@
 """The native endpoint, `POST /generate`: SGLang's request and response."""
 
+import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -18,33 +19,46 @@ router = APIRouter(tags=["native"])
 @router.post("/generate", summary="Continue prompts", openapi_extra=request_body(GenerateRequest))
 async def generate(request: Request, serving: ServingDep) -> Response:
     body = await serving.read(request, GenerateRequest)
-    prompts, single = body.prompts(serving.engine.info)
+    prompts, is_single = body.prompts(serving.engine.info)
+    sampling = body.sampling(len(prompts))
     work = Work(
         prompts=prompts,
-        sampling=body.sampling(len(prompts)),
+        sampling=sampling,
         request_ids=body.request_ids(len(prompts)),
         names=body.names,
     )
     request_id = work.request_ids[0]
+    starts = body.logprob_starts(len(prompts))
+    is_single = is_single and sampling[0].n == 1
+    indices = itertools.count()
     answers = [
-        NativeAnswer(
-            tokenizer=serving.engine.tokenizer,
-            with_text=bool(body.return_text_in_logprobs),
-            index=None if single or not body.stream else i,
-        )
-        for i in range(len(prompts))
+        [
+            NativeAnswer(
+                tokenizer=serving.engine.tokenizer,
+                with_text=bool(body.return_text_in_logprobs),
+                index=None if is_single or not body.stream else next(indices),
+                input_start=max(0, start),
+            )
+            for _ in range(params.n)
+        ]
+        for params, start in zip(sampling, starts, strict=True)
     ]
     if body.stream:
         return event_stream(serving, _events(serving, answers, work), request_id)
     outputs = await serving.answer(request, work)
-    results = [answer.add(output) for answer, output in zip(answers, outputs, strict=True)]
-    return json_reply(results[0] if single else results, request_id)
+    results = [
+        answer.add(output, piece)
+        for of_prompt, output in zip(answers, outputs, strict=True)
+        for answer, piece in zip(of_prompt, output.outputs, strict=True)
+    ]
+    return json_reply(results[0] if is_single else results, request_id)
 
 
 async def _events(
-    serving: Serving, answers: list[NativeAnswer], work: Work
+    serving: Serving, answers: list[list[NativeAnswer]], work: Work
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(serving.stream(work)) as pieces:
         async for index, output in pieces:
-            yield sse(answers[index].add(output))
+            [piece] = output.outputs
+            yield sse(answers[index][piece.index].add(output, piece))
     yield DONE

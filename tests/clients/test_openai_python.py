@@ -158,7 +158,7 @@ def test_errors_are_the_librarys_own(client, model):
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.chat.completions.create(model="no-such-model", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=model, messages=MESSAGES, n=2)
+        client.chat.completions.create(model=model, messages=MESSAGES, n=500)
     assert refused.value.param == "n"
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(

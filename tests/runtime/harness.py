@@ -14,11 +14,12 @@ import numpy as np
 from sapwood.radix import PrefixCache
 from sapwood.runtime.config import SchedulerOptions
 from sapwood.runtime.core import EngineCore
-from sapwood.runtime.outputs import FinishReason
+from sapwood.runtime.outputs import FinishReason, TokenLogprobs
 from sapwood.runtime.policy import load_policy
-from sapwood.runtime.request import Request, SampledToken, SequenceOutput
+from sapwood.runtime.request import ChunkResult, Request, SampledToken, SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.scheduler import Scheduler
+from sapwood.runtime.scoring import PromptScores, TokenScores
 from sapwood.runtime.segmenter import Segmenter
 from sapwood.runtime.step_plan import Chunk, StepPlan
 
@@ -36,6 +37,11 @@ def token_after(chunk: Chunk, prefix_hash: int) -> int:
     return 1 + prefix_hash % (VOCAB_SIZE - 1)
 
 
+def logprob_of(prefix_hash: int) -> float:
+    """Of the last token of a prefix: a float32 that depends on all of it."""
+    return -(prefix_hash % 1000) / 8
+
+
 class PagedExecutor:
     def __init__(self, block_size: int, next_token: NextToken = token_after) -> None:
         self.plans: list[StepPlan] = []
@@ -44,7 +50,7 @@ class PagedExecutor:
         self._next_token = next_token
         self._memory: dict[int, int] = {}  # slot -> hash of the prefix that ends there
 
-    def run(self, plan: StepPlan) -> list[SampledToken]:
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
         self.plans.append(plan)
         plan.attention.check()
         self.num_kv_tokens_read += plan.attention.num_kv_tokens
@@ -55,14 +61,34 @@ class PagedExecutor:
         for chunk in plan.chunks:
             self._write(chunk)
         self._check_attention(plan)
-        return [
-            SampledToken(self._next_token(chunk, self._prefix_hashes(chunk)[chunk.end - 1]))
-            for chunk in plan.sampling_chunks
-        ]
+        return [self._result(chunk) for chunk in plan.chunks]
 
-    def _prefix_hashes(self, chunk: Chunk) -> list[int]:
+    def _result(self, chunk: Chunk) -> ChunkResult:
+        """Of several tokens drawn from one row each is the one before it plus one."""
+        hashes = self._prefix_hashes(chunk, chunk.end + 1)
+        sampled = []
+        for offset in range(chunk.num_samples):
+            token_id = self._next_token(chunk, hashes[chunk.end - 1]) + offset
+            logprobs = None
+            if chunk.sequence.request.sampling.needs_logprobs:
+                logprob = logprob_of(hash((hashes[chunk.end - 1], token_id)))
+                logprobs = TokenLogprobs(token_id=token_id, logprob=logprob)
+            sampled.append(SampledToken(token_id, logprobs))
+        if not chunk.num_scores:
+            return ChunkResult(sampled=tuple(sampled))
+        scored = hashes[chunk.first_score :][: chunk.num_scores]
+        num_top = chunk.sequence.request.sampling.prompt_logprobs
+        top = np.zeros((len(scored), num_top), np.int32)
+        scores = TokenScores(
+            logprobs=np.array([logprob_of(h) for h in scored], np.float32),
+            top_ids=top,
+            top_logprobs=top.astype(np.float32),
+        )
+        return ChunkResult(sampled=tuple(sampled), scores=scores)
+
+    def _prefix_hashes(self, chunk: Chunk, end: int | None = None) -> list[int]:
         hashes, last = [], hash(chunk.sequence.request.namespace)
-        for token in chunk.sequence.token_ids[: chunk.end].tolist():
+        for token in chunk.sequence.token_ids[: end or chunk.end].tolist():
             last = hash((last, token))
             hashes.append(last)
         return hashes
@@ -104,6 +130,10 @@ class PagedExecutor:
             )
             for i in range(length)
         }
+
+
+def answer_key(request_id: str, answer_index: int) -> str:
+    return f"{request_id}/{answer_index}" if answer_index else request_id
 
 
 @dataclass
@@ -150,6 +180,7 @@ class Harness:
         self.finished: dict[str, Finished] = {}
         self.answers: dict[str, list[int]] = {}
         self.errors: dict[str, str] = {}
+        self.prompt_scores: dict[str, PromptScores] = {}
         self._num_added = 0
 
     def make_cache(self) -> PrefixCache:
@@ -194,14 +225,18 @@ class Harness:
 
     def take(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            self.answers[output.request_id].extend(output.token_ids)
+            key = answer_key(output.request_id, output.answer_index)
+            self.answers.setdefault(key, []).extend(output.token_ids)
+            if output.prompt_scores is not None:
+                assert output.request_id not in self.prompt_scores, "scores were told twice"
+                self.prompt_scores[output.request_id] = output.prompt_scores
             if output.error is not None:
-                self.errors[output.request_id] = output.error
+                self.errors[key] = output.error
             if output.finished:
-                assert output.request_id not in self.finished, "a request ended twice"
-                self.finished[output.request_id] = Finished(
+                assert key not in self.finished, "an answer ended twice"
+                self.finished[key] = Finished(
                     self.num_steps,
-                    self.answers[output.request_id],
+                    self.answers[key],
                     output.finish_reason,
                     output.num_cached_tokens,
                     output.stop_reason,

@@ -24,7 +24,7 @@ from sapwood import (
 from sapwood.radix import Lease, PrefixCache
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
-from sapwood.runtime.request import SampledToken
+from sapwood.runtime.request import ChunkResult, SampledToken
 from sapwood.runtime.sampler import SamplingRow, sample
 from sapwood.runtime.step_plan import StepPlan
 
@@ -299,7 +299,7 @@ def test_closing_frees_the_model_without_waiting_for_the_collector(
     made: list[weakref.ref[ModelRunner]] = []
     run = ModelRunner.run
 
-    def noted(runner: ModelRunner, plan: StepPlan) -> list[SampledToken]:
+    def noted(runner: ModelRunner, plan: StepPlan) -> list[ChunkResult]:
         made.append(weakref.ref(runner))
         return run(runner, plan)
 

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -138,17 +139,20 @@ class FakeEngine:
 
     async def _whole(self, ids: np.ndarray, sampling: SamplingParams, rid: str) -> RequestOutput:
         pieces = [piece async for piece in self._run(ids, sampling, rid)]
-        answers = [piece.outputs[0] for piece in pieces]
-        logprobs = tuple(entry for answer in answers for entry in answer.logprobs or ())
-        whole = CompletionOutput(
-            index=0,
-            text="".join(answer.text for answer in answers),
-            token_ids=tuple(token for answer in answers for token in answer.token_ids),
-            logprobs=logprobs if sampling.logprobs else None,
-            finish_reason=answers[-1].finish_reason,
-            stop_reason=answers[-1].stop_reason,
-        )
-        return _output(rid, ids, whole, pieces[-1].num_cached_tokens, pieces[-1].metrics)
+        wholes = []
+        for index in range(sampling.n):
+            answers = [p.outputs[0] for p in pieces if p.outputs[0].index == index]
+            logprobs = tuple(entry for answer in answers for entry in answer.logprobs or ())
+            whole = CompletionOutput(
+                index=index,
+                text="".join(answer.text for answer in answers),
+                token_ids=tuple(token for answer in answers for token in answer.token_ids),
+                logprobs=logprobs if sampling.logprobs else None,
+                finish_reason=answers[-1].finish_reason,
+                stop_reason=answers[-1].stop_reason,
+            )
+            wholes.append(whole)
+        return replace(pieces[0], outputs=tuple(wholes), metrics=pieces[-1].metrics)
 
     async def _run(
         self, ids: np.ndarray, sampling: SamplingParams, rid: str
@@ -162,23 +166,34 @@ class FakeEngine:
         try:
             await asyncio.sleep(self.prefill)
             first = time.monotonic()
-            for i, (token, text, reason, matched) in enumerate(_steps(self.answer, sampling)):
+            steps = [
+                (index, *step)
+                for index in range(sampling.n)
+                for step in _steps(self.answer, sampling, index)
+            ]
+            for i, (index, token, text, reason, matched) in enumerate(steps):
                 await asyncio.sleep(self.delay)
                 if self.fail is not None and i >= self.fail_after:
                     finished = True
                     raise self.fail
                 now = time.monotonic() if reason else None
-                finished = reason is not None
+                finished = i + 1 == len(steps)
+                token_ids = () if token is None else (token,)
                 piece = CompletionOutput(
-                    index=0, text=text, token_ids=(token,), logprobs=_logprobs(token, sampling),
-                    finish_reason=reason, stop_reason=matched,
+                    index=index, text=text, token_ids=token_ids,
+                    logprobs=_logprobs(token_ids, sampling), finish_reason=reason,
+                    stop_reason=matched,
                 )  # fmt: skip
                 times = RequestMetrics(
                     arrival_time=arrival, first_scheduled_time=arrival, first_token_time=first,
                     finished_time=now,
                 )  # fmt: skip
                 self._count(piece, len(ids) if i == 0 else 0, cached if i == 0 else 0)
-                yield _output(rid, ids, piece, cached, times)
+                output = RequestOutput(
+                    request_id=rid, prompt_token_ids=ids, outputs=(piece,),
+                    num_cached_tokens=cached, metrics=times,
+                )  # fmt: skip
+                yield output if i else replace(output, prompt_logprobs=_of_prompt(ids, sampling))
         finally:
             self.running.discard(rid)
             if not finished:
@@ -198,23 +213,26 @@ def _text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _output(
-    rid: str, ids: np.ndarray, answer: CompletionOutput, cached: int, times: RequestMetrics
-) -> RequestOutput:
-    return RequestOutput(
-        request_id=rid, prompt_token_ids=ids, outputs=(answer,), num_cached_tokens=cached,
-        metrics=times,
-    )  # fmt: skip
+def _of_prompt(
+    ids: np.ndarray, sampling: SamplingParams
+) -> tuple[TokenLogprobs | None, ...] | None:
+    if sampling.prompt_logprobs is None:
+        return None
+    start = max(1, sampling.prompt_logprobs_start)
+    given = [_top(token, sampling.prompt_logprobs) for token in ids.tolist()]
+    return (*[None] * start, *given[start:])
 
 
 def _steps(
-    answer: str, sampling: SamplingParams
-) -> list[tuple[int, str, FinishReason | None, str | int | None]]:
+    answer: str, sampling: SamplingParams, index: int
+) -> list[tuple[int | None, str, FinishReason | None, str | int | None]]:
     """Token, new text, finish reason and what matched, for each step of an answer."""
+    if sampling.max_tokens == 0:
+        return [(None, "", FinishReason.LENGTH, None)]
     if sampling.temperature:
-        draw = random.Random(sampling.seed)
+        draw = random.Random(None if sampling.seed is None else sampling.seed + index)
         answer = "".join(draw.choice("abcdefgh ") for _ in range(24))
-    limit = sampling.max_tokens or 10_000
+    limit = 10_000 if sampling.max_tokens is None else sampling.max_tokens
     data, text_len, steps = answer.encode(), 0, []
     ends = [(data.find(stop.encode()), stop) for stop in sampling.stop if stop.encode() in data]
     cut, stop = min(ends, default=(len(data), None))
@@ -233,12 +251,18 @@ def _steps(
     return steps
 
 
-def _logprobs(token: int, sampling: SamplingParams) -> tuple[TokenLogprobs, ...] | None:
+def _logprobs(
+    token_ids: tuple[int, ...], sampling: SamplingParams
+) -> tuple[TokenLogprobs, ...] | None:
     if not sampling.logprobs:
         return None
+    return tuple(_top(token, sampling.top_logprobs) for token in token_ids)
+
+
+def _top(token: int, num_top: int) -> TokenLogprobs:
     values = [-0.5, -1.5, -math.inf, *(-3.0 - i for i in range(20))]
-    top = tuple(Logprob((token + i) % 257, values[i]) for i in range(sampling.top_logprobs))
-    return (TokenLogprobs(token_id=token, logprob=-0.5, top=top),)
+    top = tuple(Logprob((token + i) % 257, values[i]) for i in range(num_top))
+    return TokenLogprobs(token_id=token, logprob=-0.5, top=top)
 
 
 async def merged(

@@ -79,5 +79,6 @@ def test_an_answer_that_was_aborted_elsewhere_is_an_error_not_an_answer(answer):
         answer.pieces(0, piece("a", reason=FinishReason.ABORT))
     with pytest.raises(ApiError, match="aborted"):
         answer.whole([piece("a", reason=FinishReason.ABORT)])
-    native = NativeAnswer(tokenizer=ByteTokenizer()).add(piece("a", reason=FinishReason.ABORT))
+    aborted = piece("a", reason=FinishReason.ABORT)
+    native = NativeAnswer(tokenizer=ByteTokenizer()).add(aborted, aborted.outputs[0])
     assert native["meta_info"]["finish_reason"]["type"] == "abort"
