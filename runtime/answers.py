@@ -13,6 +13,7 @@ from sapwood.runtime.outputs import (
     TokenLogprobs,
 )
 from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.stop import StopMatcher
 
 
 class AnswerBuilder:
@@ -21,9 +22,7 @@ class AnswerBuilder:
 
     def __init__(self, request: Request, token_bytes: Sequence[bytes]) -> None:
         self._request = request
-        self._detokenizer = IncrementalDetokenizer(
-            token_bytes, request.sampling.stop, min_tokens=request.sampling.min_tokens
-        )
+        self._detokenizer = IncrementalDetokenizer(token_bytes, StopMatcher.of(request.sampling))
         self._pieces: list[RequestOutput] = []
 
     def add(self, told: SequenceOutput) -> RequestOutput:

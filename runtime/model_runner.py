@@ -38,7 +38,8 @@ class ModelRunner:
         for copy in plan.copies:
             self._kernels.copy_rows(self._kv, copy.source, copy.target, copy.num_rows)
         logits = self._model.forward(self._batch(plan), self._kv)
-        return sample(logits, [SamplingRow.of(chunk) for chunk in plan.sampling_chunks])
+        sequences = [chunk.sequence for chunk in plan.sampling_chunks]
+        return sample(logits, [SamplingRow.of(seq, index) for index, seq in enumerate(sequences)])
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors. numpy work per chunk, none in Python per token."""

@@ -87,14 +87,17 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.end_token_ids = request.end_token_ids
-        stops = tuple(text.encode() for text in request.sampling.stop)
-        min_tokens = request.sampling.min_tokens
-        self.stop_matcher = StopMatcher(stops, min_tokens=min_tokens) if stops else None
+        self.stop_matcher = StopMatcher.of(request.sampling)
         self._buffer = request.prompt_token_ids
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def seed(self) -> int:
+        """Of this answer's noise."""
+        return self.request.seed
 
     @property
     def token_ids(self) -> TokenIds:

@@ -410,7 +410,7 @@ class Scheduler:
         if sequence.stop_matcher is not None:
             match = sequence.stop_matcher.feed(self._bytes_of(token_id))
             if match is not None:
-                return _Stop(FinishReason.STOP, sampling.stop[match.stop_index])
+                return _Stop(FinishReason.STOP, match.reason)
         if sequence.num_generated >= sequence.request.max_tokens:
             return _Stop(FinishReason.LENGTH)
         if sequence.num_tokens >= self._max_model_len:
