@@ -14,16 +14,14 @@ class IncrementalDetokenizer:
     """The text of one answer, given out piece by piece as soon as it is certain.
 
     Held back are an incomplete character at the end and the longest ending that may still become
-    a stop string; nothing else. Bytes that are no UTF-8 become U+FFFD as in
+    a stop (see `StopMatcher.num_held`); nothing else. Bytes that are no UTF-8 become U+FFFD as in
     `bytes.decode(errors="replace")`. Ids outside the table add nothing: a model may have more rows
     than its tokenizer has tokens.
     """
 
-    def __init__(
-        self, token_bytes: Sequence[bytes], stops: Iterable[str] = (), *, min_tokens: int = 0
-    ) -> None:
+    def __init__(self, token_bytes: Sequence[bytes], stops: StopMatcher | None = None) -> None:
         self._token_bytes = token_bytes
-        self._matcher = StopMatcher((stop.encode() for stop in stops), min_tokens=min_tokens)
+        self._matcher = StopMatcher() if stops is None else stops
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._pending = b""  # not yet given to the decoder
         self._num_decoded = 0  # bytes given to the decoder
@@ -33,9 +31,8 @@ class IncrementalDetokenizer:
         """Take in the next tokens; return the text that has become certain.
 
         `finished` says that no more will come: what was held back comes out, an incomplete
-        character as U+FFFD. An end token is not text, so the caller leaves it out. At a stop
-        string the text ends in front of it, and whatever follows adds nothing.
-        O(bytes added * stop strings).
+        character as U+FFFD. An end token is not text, so the caller leaves it out. At a stop the
+        text ends in front of it, and whatever follows adds nothing. The cost is the matcher's.
         """
         if self._finished:
             return ""
@@ -46,7 +43,7 @@ class IncrementalDetokenizer:
         if finished:
             self._finished = True
             return self._decode(len(self._pending), final=True)
-        # A stop string starts with a whole character, so a held beginning of one proves that an
+        # A stop starts with a whole character, so a held beginning of one proves that an
         # incomplete character in front of it will stay incomplete.
         num_held = self._matcher.num_held
         return self._decode(len(self._pending) - num_held, final=num_held > 0)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 MAX_DEPTH = 50  # groups within groups; far below where the reader's recursion would end
+MAX_COUNT_DIGITS = 6
 MAX_CODE_POINT = 0x10FFFF
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included
@@ -149,8 +150,8 @@ class _Reader:
         return self._pattern[start : self._at]
 
     def _count(self, digits: str) -> int:
-        if len(digits) > 6:
-            raise self.error("a repetition counted in millions")
+        if len(digits) > MAX_COUNT_DIGITS:
+            raise self.error(f"a repetition counted with more than {MAX_COUNT_DIGITS} digits")
         return int(digits)
 
     # -- atoms ---------------------------------------------------------------------------------

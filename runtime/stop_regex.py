@@ -87,14 +87,19 @@ class RegexScanner:
         self._character = b""  # what has arrived of an unfinished one
 
     @property
+    def reason(self) -> str:
+        """The pattern."""
+        return self._regex.pattern
+
+    @property
     def num_held(self) -> int:
-        """The longest ending of the bytes fed that is the beginning of something that matches."""
+        """Bytes of the longest ending of what was fed that is the beginning of a matching text."""
         for start in self._threads.values():
             return self._num_bytes - start
         return 0
 
-    def advance(self, byte: int) -> int | None:
-        """Take in one byte; where the match starts that it completes, if any.
+    def advance(self, byte: int) -> int:
+        """Take in one byte; the length of the match that it completes, 0 if none.
 
         Not to be called after that. At most `regex.size` steps.
         """
@@ -107,10 +112,10 @@ class RegexScanner:
         if span is None:
             self._threads.clear()
             self._character = b""
-            return None
+            return 0
         self._keep_those_that_meet(span)
         if span[0] < span[1]:
-            return None  # the character is unfinished
+            return 0  # the character is unfinished
         self._character = b""
         return self._move()
 
@@ -131,17 +136,17 @@ class RegexScanner:
             state: start for state, start in self._threads.items() if classes[state].meets(span)
         }
 
-    def _move(self) -> int | None:
-        """Go on from every state, or tell where the match starts that is complete."""
+    def _move(self) -> int:
+        """Go on from every state, or tell the length of the match that is complete."""
         regex = self._regex
         moved: dict[int, int] = {}
         for state, start in self._threads.items():
             if state in regex.last:
-                return start
+                return self._num_bytes - start
             for following in regex.follow[state]:
                 moved.setdefault(following, start)
         self._threads = moved
-        return None
+        return 0
 
 
 def character_span(data: bytes) -> tuple[int, int] | None:

@@ -80,12 +80,14 @@ TORCH_FREE = (
     "runtime/noise.py",
     "runtime/outputs.py",
     "runtime/policy.py",
+    "runtime/regex_syntax.py",
     "runtime/request.py",
     "runtime/sampling_params.py",
     "runtime/scheduler.py",
     "runtime/segmenter.py",
     "runtime/step_plan.py",
     "runtime/stop.py",
+    "runtime/stop_regex.py",
     "runtime/tokenizer.py",
 )
 CLOCKS = ("time", "datetime")

@@ -1,13 +1,16 @@
 """Text in pieces: the same text for every split, as early as it is certain and not earlier."""
 
 import itertools
+import re
 from os.path import commonprefix
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sapwood import SamplingParams
 from sapwood.runtime.detokenizer import IncrementalDetokenizer
+from sapwood.runtime.stop import StopMatcher
 
 # Whole characters of one to four bytes, and pieces of them.
 PIECES = [b"a", b"b", "é".encode(), "漢".encode(), "😀".encode(), b"\xf0", b"\x9f\x98", b"\x80"]
@@ -36,7 +39,7 @@ def final_text(data: bytes, stops: list[str]) -> str:
 
 def detokenizer_over(tokens: list[bytes], stops: list[str]) -> IncrementalDetokenizer:
     """Token id i is the i-th token."""
-    return IncrementalDetokenizer(tokens, stops)
+    return IncrementalDetokenizer(tokens, StopMatcher(stops))
 
 
 @given(st.lists(DATA.map(lambda data: data[:5]), max_size=8), STOPS, st.lists(st.integers(1, 3)))
@@ -108,8 +111,66 @@ def test_what_was_held_comes_out_when_the_answer_ends() -> None:
 
 
 def test_before_min_tokens_a_stop_string_is_ordinary_text() -> None:
-    detokenizer = IncrementalDetokenizer([b"END", b"x"], ["END"], min_tokens=2)
+    detokenizer = IncrementalDetokenizer([b"END", b"x"], StopMatcher(["END"], min_tokens=2))
     assert [detokenizer.add([i]) for i in (0, 1, 0)] == ["END", "x", ""]
+
+
+PATTERNS = ["a[^b]*漢", "é+b", "(ab|é.){2}", "b😀?a"]
+CHARACTERS = "abé漢😀"
+
+
+def text_before(pattern: str, text: str) -> str | None:
+    """What is in front of the match that ends first; None if there is none."""
+    for end in range(1, len(text) + 1):
+        for start in range(end):
+            if re.compile(pattern).fullmatch(text, start, end):
+                return text[:start]
+    return None
+
+
+def may_begin_a_match(pattern: str, ending: str) -> bool:
+    """No ending of these patterns takes more than three characters."""
+    rests = itertools.chain.from_iterable(
+        itertools.product(CHARACTERS, repeat=length) for length in range(4)
+    )
+    return any(re.fullmatch(pattern, ending + "".join(rest)) for rest in rests)
+
+
+@given(st.sampled_from(PATTERNS), st.text(CHARACTERS, max_size=8), st.integers(1, 5))
+def test_in_front_of_a_pattern_all_is_shown_but_what_may_begin_a_match(
+    pattern: str, text: str, token_len: int
+) -> None:
+    data = text.encode()
+    tokens = [data[i : i + token_len] for i in range(0, len(data), token_len)]
+    stops = StopMatcher.of(SamplingParams(stop_regex=pattern))
+    detokenizer = IncrementalDetokenizer(tokens, stops)
+    whole = text_before(pattern, text)
+    out = ""
+    for i in range(len(tokens)):
+        out += detokenizer.add([i])
+        so_far = b"".join(tokens[: i + 1]).decode(errors="ignore")
+        if text_before(pattern, so_far) is not None:
+            break
+        assert (text if whole is None else whole).startswith(out)
+        if len(so_far.encode()) == min(len(data), (i + 1) * token_len):  # not inside a character
+            held = so_far.removeprefix(out)
+            assert not held or may_begin_a_match(pattern, held)
+            assert not any(may_begin_a_match(pattern, so_far[i:]) for i in range(len(out)))
+    assert out + detokenizer.add([], finished=True) == (text if whole is None else whole)
+
+
+def test_a_pattern_split_over_tokens_never_shows() -> None:
+    stops = StopMatcher.of(SamplingParams(stop_regex=r"\n\nQ\d+:"))
+    detokenizer = IncrementalDetokenizer([b"yes\n", b"\nQ", b"1", b"2: next"], stops)
+    assert [detokenizer.add([i]) for i in range(4)] == ["yes", "", "", ""]
+    assert detokenizer.add([], finished=True) == ""
+
+
+def test_a_pattern_that_did_not_come_is_given_back() -> None:
+    stops = StopMatcher.of(SamplingParams(stop_regex=r"\n\nQ\d+:"))
+    detokenizer = IncrementalDetokenizer([b"a\n\nQ1", b" and"], stops)
+    assert detokenizer.add([0]) == "a"
+    assert detokenizer.add([1]) == "\n\nQ1 and"
 
 
 def test_an_id_beyond_the_table_adds_nothing() -> None:
