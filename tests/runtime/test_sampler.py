@@ -1,26 +1,74 @@
 """Sampling against closed forms."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from sapwood import RequestError, SamplingParams
-from sapwood.runtime.noise import uniform
-from sapwood.runtime.sampler import SamplingRow, sample
+from sapwood import SamplingParams
+from sapwood.runtime import sampler
+from sapwood.runtime.noise import answer_seed, uniform
+from sapwood.runtime.sampler import SamplingRow, edit_logits, prompt_logprobs, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, -torch.inf])
+NO_TOKENS = np.zeros(100_000, np.int32)
 
 
-def row(position: int = 5, banned: tuple[int, ...] = (), seed: int = 1, **params) -> SamplingRow:
+def row_of(
+    params: SamplingParams,
+    *,
+    index: int = 0,
+    seed: int = 1,
+    position: int = 5,
+    held_off: tuple[int, ...] = (),
+) -> SamplingRow:
+    """A row of which no penalty looks at the tokens, drawn for `position`."""
     return SamplingRow(
-        params=SamplingParams(**params), seed=seed, position=position, banned_token_ids=banned
+        params=params,
+        seed=seed,
+        logits_index=index,
+        token_ids=NO_TOKENS[:position],
+        num_prompt_tokens=position,
+        held_off_token_ids=held_off,
     )
 
 
-def distribution(num_draws: int = 50_000, **params) -> np.ndarray:
-    rows = [row(position=i, **params) for i in range(num_draws)]
-    drawn = sample(LOGITS.repeat(num_draws, 1), rows)
+def row_after(
+    params: SamplingParams,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    index: int = 0,
+    seed: int = 1,
+) -> SamplingRow:
+    """A row that comes after these tokens."""
+    return SamplingRow(
+        params=params,
+        seed=seed,
+        logits_index=index,
+        token_ids=np.array([*prompt, *answer], np.int32),
+        num_prompt_tokens=len(prompt),
+    )
+
+
+def counts_of(rows: Sequence[SamplingRow]) -> np.ndarray:
+    """How often each token is drawn from LOGITS, which the rows share."""
+    drawn = sample(LOGITS[None].clone(), rows)
     return np.bincount([token.token_id for token in drawn], minlength=len(LOGITS))
+
+
+def distribution(num_draws: int = 50_000, **params) -> np.ndarray:
+    sampling = SamplingParams(**params)
+    return counts_of([row_of(sampling, position=i) for i in range(num_draws)])
+
+
+def distribution_after(
+    prompt: Sequence[int], answer: Sequence[int], num_draws: int = 50_000, **params
+) -> np.ndarray:
+    row = row_after(SamplingParams(**params), prompt, answer)
+    return counts_of([replace(row, seed=seed) for seed in range(num_draws)])
 
 
 def assert_follows(counts: np.ndarray, expected: np.ndarray) -> None:
@@ -76,29 +124,209 @@ def test_filters_apply_in_their_order() -> None:
     assert_follows(distribution(temperature=2.0, top_k=3, top_p=0.6), probs)
 
 
+@pytest.mark.parametrize("banned", [(0,), (1, 2, 5), (6, 6, 900)])
+def test_banned_tokens_are_never_drawn(banned: tuple[int, ...]) -> None:
+    expected = np.where(np.isin(np.arange(8), banned), 0, PROBS)
+    assert_follows(distribution(banned_token_ids=banned), expected)
+
+
+@pytest.mark.parametrize("allowed", [(3,), (1, 4, 6), (5, 5, 0, 900)])
+def test_only_allowed_tokens_are_drawn(allowed: tuple[int, ...]) -> None:
+    expected = np.where(np.isin(np.arange(8), allowed), PROBS, 0)
+    assert_follows(distribution(allowed_token_ids=allowed), expected)
+
+
+def test_of_the_allowed_tokens_the_banned_ones_are_not_drawn() -> None:
+    expected = np.where(np.isin(np.arange(8), [1, 4]), PROBS, 0)
+    assert_follows(distribution(allowed_token_ids=(1, 4, 6), banned_token_ids=(6, 0)), expected)
+
+
+def test_biases_are_added_to_the_logits() -> None:
+    logits = LOGITS.numpy().astype(np.float64)
+    logits[[0, 3, 5]] += [-2.5, 1.0, 4.0]
+    assert_follows(distribution(logit_bias={0: -2.5, 5: 4, 3: 1.0, 900: 7.0}), softmax(logits))
+
+
+def test_a_bias_of_100_all_but_decides() -> None:
+    assert distribution(num_draws=1000, logit_bias={5: 100})[5] == 1000
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 10.0])
+def test_repetition_penalty_divides_and_multiplies_what_prompt_and_answer_have(
+    penalty: float,
+) -> None:
+    logits = LOGITS.numpy().astype(np.float64)
+    logits[[0, 2]] /= penalty
+    logits[[4]] *= penalty
+    counts = distribution_after([0, 4, 0], [2, 7, 2], repetition_penalty=penalty)
+    assert_follows(counts, softmax(logits))
+
+
+@pytest.mark.parametrize("penalty", [-2.0, 0.3, 2.0])
+def test_frequency_penalty_counts_in_the_answer_only(penalty: float) -> None:
+    logits = LOGITS.numpy().astype(np.float64)
+    logits[[0, 4]] -= [3 * penalty, penalty]
+    counts = distribution_after([1, 1, 0], [0, 4, 0, 0], frequency_penalty=penalty)
+    assert_follows(counts, softmax(logits))
+
+
+@pytest.mark.parametrize("penalty", [-2.0, 0.3, 2.0])
+def test_presence_penalty_counts_a_token_once(penalty: float) -> None:
+    logits = LOGITS.numpy().astype(np.float64)
+    logits[[0, 4]] -= penalty
+    counts = distribution_after([1, 1, 0], [0, 4, 0, 0], presence_penalty=penalty)
+    assert_follows(counts, softmax(logits))
+
+
+def test_the_order_is_bias_then_repetition_then_frequency_and_presence_then_temperature() -> None:
+    logits = LOGITS.numpy().astype(np.float64)
+    logits[1] = (logits[1] - 2.0) * 1.5  # the bias changes its sign, so the penalty multiplies
+    logits[0] = logits[0] / 1.5 - 2 * 0.2 - 0.4
+    logits[3] = -torch.inf
+    counts = distribution_after(
+        [1],
+        [0, 0],
+        banned_token_ids=(3,),
+        logit_bias={1: -2.0},
+        repetition_penalty=1.5,
+        frequency_penalty=0.2,
+        presence_penalty=0.4,
+        temperature=0.8,
+    )
+    assert_follows(counts, softmax(logits / 0.8))
+
+
+def test_penalties_are_those_of_a_direct_computation_in_float64() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 5, (20, 300)).astype(np.float32)
+    rows, expected = [], logits.astype(np.float64)
+    for index in range(20):
+        prompt, answer = rng.integers(0, 300, 50), rng.integers(0, 300, index * 10)
+        params = SamplingParams(
+            repetition_penalty=rng.uniform(0.2, 3) if index % 3 else 1.0,
+            frequency_penalty=rng.uniform(-2, 2) if index % 2 else 0.0,
+            presence_penalty=rng.uniform(-2, 2) if index % 5 else 0.0,
+        )
+        rows.append(row_after(params, prompt.tolist(), answer.tolist(), index=index))
+        for token in range(300):
+            count = int((answer == token).sum())
+            if count or token in prompt:
+                factor = params.repetition_penalty
+                value = expected[index, token]
+                expected[index, token] = value / factor if value > 0 else value * factor
+            penalty = count * params.frequency_penalty + (count > 0) * params.presence_penalty
+            expected[index, token] -= penalty
+    edited = torch.from_numpy(logits.copy())
+    edit_logits(edited, rows)
+    assert np.array_equal(edited.numpy(), expected.astype(np.float32))
+
+
+def test_a_repetition_penalty_close_to_zero_leaves_the_logits_finite() -> None:
+    params = SamplingParams(repetition_penalty=1e-300, temperature=0)
+    [token] = sample(LOGITS[None].clone(), [row_after(params, [1, 4], [])])
+    assert (token.token_id, token.is_sound) == (1, True)
+
+
+def test_tokens_beyond_the_logits_are_penalised_nowhere() -> None:
+    params = SamplingParams(repetition_penalty=2, frequency_penalty=1, temperature=0)
+    assert sample(LOGITS[None].clone(), [row_after(params, [900], [901, 1])])[0].token_id == 0
+
+
 def test_greedy_takes_the_best_and_a_tiny_temperature_nearly_so() -> None:
-    assert sample(LOGITS[None].clone(), [row(temperature=0)])[0].token_id == 0
-    drawn = sample(LOGITS.repeat(50, 1), [row(position=i, temperature=1e-6) for i in range(50)])
-    assert {token.token_id for token in drawn} == {0}
+    assert sample(LOGITS[None].clone(), [row_of(SamplingParams(temperature=0))])[0].token_id == 0
+    for temperature in (1e-6, 5e-324):
+        assert distribution(num_draws=50, temperature=temperature)[0] == 50
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def varied_rows() -> list[SamplingRow]:
+    """32 rows with every option, each on logits of its own."""
+    rng = np.random.default_rng(1)
+    rows = []
+    for i in range(32):
+        params = SamplingParams(
+            temperature=0 if i % 8 == 7 else 0.5 + i % 3,
+            top_k=i % 5 or -1,
+            top_p=1 - 0.1 * (i % 4),
+            min_p=0.02 * (i % 3),
+            logprobs=i % 3 == 0,
+            top_logprobs=i % 9 if i % 3 == 0 else 0,
+            repetition_penalty=1.2 if i % 4 == 1 else 1.0,
+            frequency_penalty=0.5 if i % 6 == 1 else 0.0,
+            presence_penalty=-0.5 if i % 7 == 1 else 0.0,
+            logit_bias={7: 3.0, 11: -2.0} if i % 5 == 2 else {},
+            allowed_token_ids=tuple(range(0, 400)) if i % 6 == 5 else None,
+            banned_token_ids=(1, 2, 3) if i % 4 == 3 else (),
+        )
+        tokens = rng.integers(0, 500, 40 + i).tolist()
+        row = row_after(params, tokens[:20], tokens[20:], index=i, seed=i)
+        rows.append(replace(row, held_off_token_ids=(0, 5) if i % 10 == 4 else ()))
+    return rows
+
+
+@pytest.mark.parametrize("vocab_size", [503, 4096])
+def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(40, 500)
-    rows = [
-        row(position=i, seed=i, temperature=0.5 + i % 3, top_k=i % 5 or -1, top_p=1 - 0.1 * (i % 4))
-        for i in range(40)
-    ]
-    together = [token.token_id for token in sample(logits.clone(), rows)]
-    alone = [sample(logits[i : i + 1].clone(), [rows[i]])[0].token_id for i in range(40)]
+    logits = torch.randn(32, vocab_size) * 4
+    rows = varied_rows()
+    together = sample(logits.clone(), rows)
+    for i, row in enumerate(rows):
+        [alone] = sample(logits[i : i + 1].clone(), [replace(row, logits_index=0)])
+        assert alone == together[i]
+    reversed_order = sample(logits.clone(), rows[::-1])
+    assert reversed_order == together[::-1]
+
+
+def test_a_row_does_not_depend_on_how_many_are_worked_on_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.randn(32, 503) * 4
+    expected = sample(logits.clone(), varied_rows())
+    monkeypatch.setattr(sampler, "_SLICE_SIZE", 3 * 503)
+    assert sample(logits.clone(), varied_rows()) == expected
+
+
+def test_rows_that_share_logits_do_not_see_each_others_edits() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 503) * 4
+    rows = [replace(row, logits_index=i % 2) for i, row in enumerate(varied_rows())]
+    together = sample(logits.clone(), rows)
+    alone = [sample(logits.clone(), [row])[0] for row in rows]
     assert together == alone
 
 
-def test_banned_tokens_are_not_drawn_and_keep_their_log_probability() -> None:
-    drawn = sample(
-        LOGITS.repeat(20, 1),
-        [row(position=i, banned=(0, 1), logprobs=True, top_logprobs=8) for i in range(20)],
-    )
+def test_answers_drawn_from_one_row_follow_its_distribution() -> None:
+    params = SamplingParams()
+    rows = [row_of(params, seed=answer_seed(1234, i)) for i in range(50_000)]
+    assert_follows(counts_of(rows), PROBS)
+
+
+def test_a_row_without_a_token_left_is_told_and_disturbs_no_other() -> None:
+    everything = tuple(range(8))
+    rows = [
+        row_of(SamplingParams(), position=3),
+        row_of(SamplingParams(logprobs=True), held_off=everything),
+        row_of(SamplingParams(banned_token_ids=everything, frequency_penalty=1.0)),
+        row_of(SamplingParams(allowed_token_ids=(900,), logit_bias={900: 1.0}, temperature=0)),
+        row_of(SamplingParams(top_p=0.9, top_k=3, min_p=0.1), position=4),
+    ]
+    drawn = sample(LOGITS[None].clone(), rows)
+    assert [token.is_sound for token in drawn] == [True, False, False, False, True]
+    assert drawn[0] == sample(LOGITS[None].clone(), [rows[0]])[0]
+    assert drawn[4] == sample(LOGITS[None].clone(), [rows[4]])[0]
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_penalty_does_not_hide_a_broken_logit(poison: float) -> None:
+    logits = LOGITS[None].clone()
+    logits[0, 2] = poison
+    [token] = sample(logits, [row_after(SamplingParams(repetition_penalty=2.0), [2], [2])])
+    assert not token.is_sound
+
+
+def test_held_off_tokens_are_not_drawn_and_keep_their_log_probability() -> None:
+    params = SamplingParams(logprobs=True, top_logprobs=8)
+    rows = [row_of(params, position=i, held_off=(1, 0, 900)) for i in range(20)]
+    drawn = sample(LOGITS[None].clone(), rows)
     assert not {0, 1} & {token.token_id for token in drawn}
     for token in drawn:
         assert token.logprobs is not None
@@ -106,21 +334,61 @@ def test_banned_tokens_are_not_drawn_and_keep_their_log_probability() -> None:
         assert by_id[0] == pytest.approx(np.log(PROBS[0]), abs=1e-5)
 
 
-def test_logprobs_are_before_temperature_and_filters() -> None:
-    [token] = sample(
-        LOGITS[None].clone(), [row(temperature=5.0, top_k=1, logprobs=True, top_logprobs=3)]
+def test_logprobs_are_before_temperature_filters_biases_and_penalties() -> None:
+    params = SamplingParams(
+        temperature=5.0,
+        top_k=1,
+        logprobs=True,
+        top_logprobs=3,
+        logit_bias={1: 50.0},
+        repetition_penalty=3.0,
+        banned_token_ids=(0,),
     )
+    [token] = sample(LOGITS[None].clone(), [row_after(params, [6], [])])
+    assert token.token_id == 1
     assert token.logprobs is not None
-    assert token.logprobs.logprob == pytest.approx(np.log(PROBS[0]), abs=1e-5)
+    assert token.logprobs.logprob == pytest.approx(np.log(PROBS[1]), abs=1e-5)
+    assert [top.token_id for top in token.logprobs.top] == [0, 1, 6]
     values = [top.logprob for top in token.logprobs.top]
     assert values == pytest.approx(np.log(PROBS[[0, 1, 6]]), abs=1e-5)
 
 
 def test_only_rows_that_ask_get_logprobs() -> None:
-    drawn = sample(LOGITS.repeat(2, 1), [row(logprobs=True), row()])
+    rows = [row_of(SamplingParams(logprobs=True)), row_of(SamplingParams(), index=1)]
+    drawn = sample(LOGITS.repeat(2, 1), rows)
     assert drawn[0].logprobs is not None
     assert drawn[0].logprobs.top == ()
     assert drawn[1].logprobs is None
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_prompt_logprobs_are_those_that_sampling_tells_bit_for_bit(
+    num_top: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(50, 3001) * 5
+    logits[:, 100:200] = logits[:, :1].round()  # ties
+    params = SamplingParams(logprobs=True, top_logprobs=num_top)
+    drawn = sample(logits.clone(), [row_of(params, index=i, seed=i) for i in range(50)])
+    monkeypatch.setattr(sampler, "_SLICE_SIZE", 7 * 3001)
+    token_ids = np.array([token.token_id for token in drawn], np.int32)
+    before = logits.clone()
+    told = prompt_logprobs(logits, token_ids, num_top)
+    assert torch.equal(logits, before)
+    assert (told.logprobs.dtype, told.top_logprobs.shape) == (np.float32, (50, num_top))
+    for i, token in enumerate(drawn):
+        assert token.logprobs is not None
+        assert token.logprobs.logprob == told.logprobs[i]
+        assert [top.token_id for top in token.logprobs.top] == told.top_token_ids[i].tolist()
+        assert [top.logprob for top in token.logprobs.top] == told.top_logprobs[i].tolist()
+
+
+def test_prompt_logprobs_are_log_softmax() -> None:
+    told = prompt_logprobs(LOGITS[None].repeat(3, 1), np.array([0, 4, 7], np.int32), 99)
+    assert told.logprobs[:2] == pytest.approx(np.log(PROBS[[0, 4]]), abs=1e-5)
+    assert told.logprobs[2] == -np.inf
+    assert told.top_token_ids[0].tolist() == [0, 1, 6, 2, 3, 4, 5, 7]
+    assert prompt_logprobs(LOGITS[None][:0], np.array([], np.int32), 2).logprobs.shape == (0,)
 
 
 def test_noise_is_uniform_and_a_function_of_seed_and_position() -> None:
@@ -140,43 +408,27 @@ def test_negative_and_huge_seeds_work() -> None:
     assert len(set(uniform(seeds, np.zeros(4, np.int64)).tolist())) == 4
 
 
-@pytest.mark.parametrize(
-    ("params", "param"),
-    [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": True}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"min_p": -0.1}, "min_p"),
-        ({"min_p": 2}, "min_p"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -5}, "max_tokens"),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"seed": 2**63}, "seed"),
-        ({"seed": 1.0}, "seed"),
-        ({"stop": ["x"] * 33}, "stop"),
-        ({"stop": ["x"] * 10_000}, "stop"),
-        ({"stop": ["ok", ""]}, "stop"),
-        ({"stop": [1]}, "stop"),
-        ({"stop": "\ud800"}, "stop"),
-        ({"stop": "x" * 2000}, "stop"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"stop_token_ids": "7"}, "stop_token_ids"),
-        ({"stop_token_ids": [1.5]}, "stop_token_ids"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"ignore_eos": "yes"}, "ignore_eos"),
-    ],
-)
-def test_a_wrong_parameter_is_refused_by_name(params: dict[str, object], param: str) -> None:
-    with pytest.raises(RequestError) as info:
-        SamplingParams(**params)  # type: ignore[arg-type]
-    assert info.value.param == param
+def test_the_first_answer_has_the_seed_of_the_request_and_the_others_their_own() -> None:
+    for seed in (0, 7, -1, 2**63 - 1, -(2**63)):
+        seeds = [answer_seed(seed, index) for index in range(1000)]
+        assert seeds[0] == seed
+        assert len(set(seeds)) == 1000
+        assert all(-(2**63) <= s < 2**63 for s in seeds)
+
+
+def test_seeds_of_answers_are_the_same_on_every_machine() -> None:
+    assert [answer_seed(42, index) for index in (1, 2, 127)] == [
+        -4139896182799658390,
+        27668455834413438,
+        5091901933721855833,
+    ]
+
+
+def test_answers_of_neighbouring_seeds_share_no_noise() -> None:
+    seeds = np.array([answer_seed(seed, index) for seed in range(64) for index in range(64)])
+    assert len(set(seeds.tolist())) == 64 * 64
+    numbers = uniform(seeds, np.full(64 * 64, 9)).reshape(64, 64)
+    counts, _ = np.histogram(numbers, bins=64, range=(0, 1))
+    assert ((counts - 64) ** 2 / 64).sum() < 104  # chi-squared, 63 degrees, p = 0.001
+    for shifted in (numbers[1:] - numbers[:-1], numbers[:, 1:] - numbers[:, :-1]):
+        assert abs(np.var(shifted) - 1 / 6) < 0.01
