@@ -66,7 +66,7 @@ def scan(regex: StopRegex, data: bytes) -> tuple[int, int] | None:
     return None
 
 
-@settings(max_examples=400)
+@settings(max_examples=1500, deadline=None)
 @given(PATTERNS, TEXT)
 def test_the_first_end_then_the_first_start_as_re_finds_them(pattern: str, text: str) -> None:
     regex = compiled(pattern)
@@ -74,7 +74,7 @@ def test_the_first_end_then_the_first_start_as_re_finds_them(pattern: str, text:
         assert scan(regex, text.encode()) == first_match(pattern, text)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100, deadline=None)
 @given(SMALL_PATTERNS, TEXT.map(lambda text: text[:6]))
 def test_held_is_the_longest_ending_that_begins_a_matching_text(pattern: str, text: str) -> None:
     regex = compiled(pattern)
