@@ -17,6 +17,7 @@ from sapwood.runtime.noise import uniform
 from sapwood.runtime.outputs import Logprob, TokenLogprobs
 from sapwood.runtime.request import SampledToken, Sequence, TokenIds
 from sapwood.runtime.sampling_params import SamplingParams, TokenEdits
+from sapwood.runtime.scoring import TokenScores
 
 # How many logits are worked on at once: 32 MiB in float64, whatever the batch and the vocabulary.
 _SLICE_SIZE = 2**22
@@ -56,15 +57,6 @@ class SamplingRow:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PromptLogprobs:
-    """The model's own log-probabilities of given tokens, and of the most likely ones instead."""
-
-    logprobs: NDArray[np.float32]  # [num_rows]
-    top_token_ids: NDArray[np.int64]  # [num_rows, num_top], the most likely first
-    top_logprobs: NDArray[np.float32]  # [num_rows, num_top]
-
-
 def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[SampledToken]:
     """Draw one token for each of `rows` from `logits` float32 [*, vocab_size]; may overwrite them.
 
@@ -92,7 +84,7 @@ def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[SampledToken]:
     return [SampledToken(*parts) for parts in zip(tokens, logprobs, is_sound, strict=True)]
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> PromptLogprobs:
+def prompt_logprobs(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> TokenScores:
     """What each row of `logits` float32 [num_rows, vocab_size] gives the token that does follow.
 
     The same numbers, bit for bit, as `sample` tells of a token that it draws from such a row. The
@@ -101,16 +93,16 @@ def prompt_logprobs(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> P
     vocab_size = logits.shape[1]
     following = torch.from_numpy(next_token_ids.astype(np.int64)).to(logits.device)
     num_top = min(num_top, vocab_size)
-    found = PromptLogprobs(
+    found = TokenScores(
         logprobs=np.empty(len(logits), np.float32),
-        top_token_ids=np.empty((len(logits), num_top), np.int64),
+        top_ids=np.empty((len(logits), num_top), np.int32),
         top_logprobs=np.empty((len(logits), num_top), np.float32),
     )
     for part in _slices(len(logits), vocab_size):
         of_all = _log_softmax(logits[part])
         found.logprobs[part] = of_all.gather(1, following[part, None])[:, 0].cpu().numpy()
         top = _top(of_all, num_top)
-        found.top_token_ids[part] = top.token_ids.cpu().numpy()
+        found.top_ids[part] = top.token_ids.cpu().numpy()
         found.top_logprobs[part] = top.logprobs.cpu().numpy()
     return found
 
@@ -318,7 +310,7 @@ class _ModelLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, rows: SequenceOf[SamplingRow]) -> "_ModelLogprobs":
-        asking = [row for row in rows if row.params.logprobs]
+        asking = [row for row in rows if row.params.needs_logprobs]
         if not asking:
             return cls({}, logits[:0], [])
         slots = {index: i for i, index in enumerate(sorted({row.logits_index for row in asking}))}
@@ -332,7 +324,7 @@ class _ModelLogprobs:
     ) -> list[TokenLogprobs | None]:
         """For each row that asks, the log-probability of its token and the most likely ones."""
         found: list[TokenLogprobs | None] = [None] * len(rows)
-        asking = [i for i, row in enumerate(rows) if row.params.logprobs]
+        asking = [i for i, row in enumerate(rows) if row.params.needs_logprobs]
         if not asking:
             return found
         slots = [self.slots[rows[i].logits_index] for i in asking]

@@ -361,6 +361,12 @@ def test_logprobs_are_before_temperature_filters_biases_and_penalties() -> None:
     assert values == pytest.approx(np.log(PROBS[[0, 1, 6]]), abs=1e-5)
 
 
+def test_rows_of_best_of_get_the_logprobs_that_choose_the_best() -> None:
+    rows = [row_of(SamplingParams(best_of=2)), row_of(SamplingParams(n=2, best_of=2))]
+    drawn = sample(LOGITS[None].clone(), rows)
+    assert [token.logprobs is None for token in drawn] == [False, True]
+
+
 def test_only_rows_that_ask_get_logprobs() -> None:
     rows = [row_of(SamplingParams(logprobs=True)), row_of(SamplingParams(), index=1)]
     drawn = sample(LOGITS.repeat(2, 1), rows)
@@ -387,7 +393,7 @@ def test_prompt_logprobs_are_those_that_sampling_tells_bit_for_bit(
     for i, token in enumerate(drawn):
         assert token.logprobs is not None
         assert token.logprobs.logprob == told.logprobs[i]
-        assert [top.token_id for top in token.logprobs.top] == told.top_token_ids[i].tolist()
+        assert [top.token_id for top in token.logprobs.top] == told.top_ids[i].tolist()
         assert [top.logprob for top in token.logprobs.top] == told.top_logprobs[i].tolist()
 
 
@@ -395,7 +401,7 @@ def test_prompt_logprobs_are_log_softmax() -> None:
     told = prompt_logprobs(LOGITS[None].repeat(3, 1), np.array([0, 4, 7], np.int32), 99)
     assert told.logprobs[:2] == pytest.approx(np.log(PROBS[[0, 4]]), abs=1e-5)
     assert told.logprobs[2] == -np.inf
-    assert told.top_token_ids[0].tolist() == [0, 1, 6, 2, 3, 4, 5, 7]
+    assert told.top_ids[0].tolist() == [0, 1, 6, 2, 3, 4, 5, 7]
     assert prompt_logprobs(LOGITS[None][:0], np.array([], np.int32), 2).logprobs.shape == (0,)
 
 
