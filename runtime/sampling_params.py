@@ -129,13 +129,13 @@ class SamplingParams:
         )
 
     @property
-    def needs_logprobs(self) -> bool:
-        """Whether log-probabilities of generated tokens are computed, to be told or to choose."""
-        return self.logprobs or self.num_computed_answers > self.n
-
-    @property
     def num_computed_answers(self) -> int:
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether generated tokens need theirs: to be told, or to choose the best answers."""
+        return self.logprobs or self.num_computed_answers > self.n
 
     def _settle(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -254,44 +254,6 @@ class SamplingParams:
                 "allowed; leave it out",
                 param="logit_bias",
             )
-
-    def check_tokens(self, vocab_size: int, end_token_ids: frozenset[int]) -> None:
-        """Check what depends on the model: every id within its vocabulary, and a token always left.
-
-        `end_token_ids` are all that may end the answer. Raises RequestError.
-        """
-        edits = self.token_edits
-        ids_by_param = {
-            "stop_token_ids": self.stop_token_ids,
-            "allowed_token_ids": self.allowed_token_ids or (),
-            "banned_token_ids": self.banned_token_ids,
-            "logit_bias": () if edits is None else edits.biased.tolist(),
-        }
-        for param, token_ids in ids_by_param.items():
-            highest = max(token_ids, default=0)
-            if highest >= vocab_size:
-                raise RequestError(
-                    f"{param} has {highest}, the vocabulary {vocab_size} tokens", param=param
-                )
-        if edits is not None and edits.allowed is None and len(edits.banned) == vocab_size:
-            raise RequestError(
-                "banned_token_ids has the whole vocabulary, which leaves no token",
-                param="banned_token_ids",
-            )
-        if self.min_tokens and not self._can_go_on(vocab_size, end_token_ids):
-            raise RequestError(
-                f"min_tokens is {self.min_tokens}, and every token that is allowed ends the "
-                "answer; allow another one, or leave min_tokens out",
-                param="min_tokens",
-            )
-
-    def _can_go_on(self, vocab_size: int, end_token_ids: frozenset[int]) -> bool:
-        """Whether there is a token that may come and does not end the answer."""
-        edits = self.token_edits
-        if edits is not None and edits.allowed is not None:
-            return not end_token_ids.issuperset(edits.allowed.tolist())
-        excluded = end_token_ids.union(() if edits is None else edits.banned.tolist())
-        return len(excluded) < vocab_size
 
 
 def _check_int(name: str, value: Any, *, low: int, high: int, optional: bool = False) -> None:

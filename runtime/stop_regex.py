@@ -22,7 +22,7 @@ from sapwood.runtime.regex_syntax import (
 )
 
 MAX_REGEX_LENGTH = 512  # characters of a pattern
-MAX_REGEX_SIZE = 1024  # states and transitions
+MAX_REGEX_SIZE = 512  # states and transitions
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import re
 from os.path import commonprefix
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood import SamplingParams
@@ -136,6 +136,7 @@ def may_begin_a_match(pattern: str, ending: str) -> bool:
     return any(re.fullmatch(pattern, ending + "".join(rest)) for rest in rests)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(PATTERNS), st.text(CHARACTERS, max_size=8), st.integers(1, 5))
 def test_in_front_of_a_pattern_all_is_shown_but_what_may_begin_a_match(
     pattern: str, text: str, token_len: int

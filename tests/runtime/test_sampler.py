@@ -361,6 +361,12 @@ def test_logprobs_are_before_temperature_filters_biases_and_penalties() -> None:
     assert values == pytest.approx(np.log(PROBS[[0, 1, 6]]), abs=1e-5)
 
 
+def test_rows_of_best_of_get_the_logprobs_that_choose_the_best() -> None:
+    rows = [row_of(SamplingParams(best_of=2)), row_of(SamplingParams(n=2, best_of=2))]
+    drawn = sample(LOGITS[None].clone(), rows)
+    assert [token.logprobs is None for token in drawn] == [False, True]
+
+
 def test_only_rows_that_ask_get_logprobs() -> None:
     rows = [row_of(SamplingParams(logprobs=True)), row_of(SamplingParams(), index=1)]
     drawn = sample(LOGITS.repeat(2, 1), rows)

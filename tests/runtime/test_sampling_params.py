@@ -140,8 +140,8 @@ HUGE = 10**5000  # has more digits than Python prints
         ({"stop_regex": r"(a)\1"}, "stop_regex"),
         ({"stop_regex": "(?=a)b"}, "stop_regex"),
         ({"stop_regex": "a" * 513}, "stop_regex"),
-        ({"stop_regex": "a{1025}"}, "stop_regex"),
-        ({"stop_regex": ["a{300}"] * 2}, "stop_regex"),
+        ({"stop_regex": "a{257}"}, "stop_regex"),
+        ({"stop_regex": ["a{150}"] * 2}, "stop_regex"),
         ({"stop_regex": ["a"] * 17}, "stop_regex"),
         ({"stop_regex": "\ud800"}, "stop_regex"),
         ({"stop_regex": [1]}, "stop_regex"),
@@ -222,39 +222,3 @@ def test_edits_of_tokens_are_made_once_as_arrays() -> None:
     assert (edits.biased.tolist(), edits.biases.tolist()) == ([3, 9], [-2.5, 1.0])
     assert SamplingParams().token_edits is None
     assert FULL.compiled_stop_regexes[0].pattern == "a+b"
-
-
-@pytest.mark.parametrize(
-    ("params", "param"),
-    [
-        ({"stop_token_ids": [10]}, "stop_token_ids"),
-        ({"banned_token_ids": [1, 10]}, "banned_token_ids"),
-        ({"allowed_token_ids": [10, 1]}, "allowed_token_ids"),
-        ({"logit_bias": {10: 1.0}}, "logit_bias"),
-        ({"banned_token_ids": range(10)}, "banned_token_ids"),
-        ({"allowed_token_ids": [0, 1], "min_tokens": 2}, "min_tokens"),
-        ({"banned_token_ids": range(2, 10), "min_tokens": 2}, "min_tokens"),
-    ],
-)
-def test_what_a_vocabulary_of_ten_tokens_cannot_do_is_refused(
-    params: dict[str, object], param: str
-) -> None:
-    with pytest.raises(RequestError) as info:
-        SamplingParams(**params).check_tokens(10, frozenset({0, 1}))  # type: ignore[arg-type]
-    assert info.value.param == param
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"min_tokens": 2},
-        {"allowed_token_ids": [0, 1]},
-        {"allowed_token_ids": [0, 2], "min_tokens": 2},
-        {"banned_token_ids": range(9)},
-        {"banned_token_ids": range(3, 10), "min_tokens": 2},
-        {"logit_bias": {9: 1.0}, "stop_token_ids": [9]},
-    ],
-)
-def test_what_leaves_a_token_is_taken(params: dict[str, object]) -> None:
-    SamplingParams(**params).check_tokens(10, frozenset({0, 1}))  # type: ignore[arg-type]

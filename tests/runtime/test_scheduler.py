@@ -446,6 +446,14 @@ def test_a_stop_string_split_over_tokens_ends_the_answer() -> None:
     assert done.stop_reason == "\n\n"
 
 
+def test_a_stop_regex_ends_the_answer_and_is_told() -> None:
+    token_bytes = tuple(bytes([i]) for i in range(256))
+    harness = Harness(next_token=scripted(list(b"1 and 22, 33")), token_bytes=token_bytes)
+    done = harness.answer([1, 2], max_tokens=12, stop=("33",), stop_regex=r"\d\d,?")
+    assert bytes(done.token_ids) == b"1 and 22"
+    assert (done.finish_reason, done.stop_reason) == (FinishReason.STOP, r"\d\d,?")
+
+
 def test_min_tokens_holds_off_stop_strings() -> None:
     token_bytes = tuple(bytes([i]) for i in range(256))
     harness = Harness(next_token=scripted(list(b"aaaaaa")), token_bytes=token_bytes)

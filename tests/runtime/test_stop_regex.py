@@ -66,7 +66,7 @@ def scan(regex: StopRegex, data: bytes) -> tuple[int, int] | None:
     return None
 
 
-@settings(max_examples=400)
+@settings(max_examples=1500, deadline=None)
 @given(PATTERNS, TEXT)
 def test_the_first_end_then_the_first_start_as_re_finds_them(pattern: str, text: str) -> None:
     regex = compiled(pattern)
@@ -74,7 +74,7 @@ def test_the_first_end_then_the_first_start_as_re_finds_them(pattern: str, text:
         assert scan(regex, text.encode()) == first_match(pattern, text)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100, deadline=None)
 @given(SMALL_PATTERNS, TEXT.map(lambda text: text[:6]))
 def test_held_is_the_longest_ending_that_begins_a_matching_text(pattern: str, text: str) -> None:
     regex = compiled(pattern)
@@ -153,12 +153,12 @@ def test_syntax(pattern: str, text: str, found: tuple[int, int] | None) -> None:
         ("a\\", "nothing after it"),
         ("(" * 60 + "a" + ")" * 60, "nested deeper"),
         ("x" * 513, "513 characters"),
-        ("x{1025}", "more than 1024"),
-        ("x{999999}", "more than 1024"),
+        ("x{257}", "more than 512"),
+        ("x{999999}", "more than 512"),
         ("x{1000000}", "more than 6 digits"),
         ("x{9" + "0" * 400 + "}", "more than 6 digits"),
-        ("((((x{900}){900}){900}){900})", "more than 1024"),
-        ("(x?){200}y", "more than 1024"),
+        ("((((x{900}){900}){900}){900})", "more than 512"),
+        ("(x?){200}y", "more than 512"),
     ],
 )
 def test_what_is_not_taken_is_refused_with_its_reason(pattern: str, why: str) -> None:
@@ -174,8 +174,8 @@ def test_what_is_not_taken_is_refused_with_its_reason(pattern: str, why: str) ->
         "(a*)*b",
         "(a|aa)+b",
         "(.*a){12}b",
-        "(a?){30}a{30}b",
-        ".{0,300}b",
+        "(a?){20}a{20}b",
+        ".{0,150}b",
         "a*" * 20 + "b",
     ],
 )
