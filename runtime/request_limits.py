@@ -28,6 +28,15 @@ class RequestLimits:
                 raise RequestError(
                     f"{name} has {highest}, the vocabulary {self.vocab_size} tokens", param=name
                 )
+        for name, num_top in (
+            ("top_logprobs", sampling.top_logprobs),
+            ("prompt_logprobs", sampling.prompt_logprobs or 0),
+        ):
+            if num_top > self.vocab_size:
+                raise RequestError(
+                    f"{name} is {num_top}, and the vocabulary has {self.vocab_size} tokens",
+                    param=name,
+                )
         if sampling.num_computed_answers > self.max_num_seqs:
             name = "n" if sampling.best_of is None else "best_of"
             raise RequestError(

@@ -27,7 +27,7 @@ class TableSequence:
 
 def chunk(table: list[int], num_shared: int, start: int, length: int = 1) -> Chunk:
     lease = TableLease(np.array(table, np.int32), num_shared)
-    return Chunk(TableSequence(lease), start, length, 1)  # type: ignore[arg-type]
+    return Chunk(TableSequence(lease), start, length, 1, 1)  # type: ignore[arg-type]
 
 
 def decode(path: list[int], own: int) -> Chunk:
