@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -20,6 +22,19 @@ _KINDS: Mapping[type, str] = MappingProxyType(
         dict: "an object",
     }
 )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises ModelError where there is no such file or it holds another."""
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}: it is not a model's folder") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path} holds {type(parsed).__name__}, a JSON object was expected")
+    return parsed
 
 
 def field_of(

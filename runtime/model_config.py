@@ -128,11 +128,6 @@ def parse_model_config(
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not served; served are {', '.join(MODELS)}"
         )
-    if quantization := field_of(raw, "quantization_config", dict, {}, where="config.json"):
-        method = quantization.get("quant_method", "an unnamed method")
-        raise UnsupportedModelError(
-            f"weights quantised by {method} are not served; load the model's float weights"
-        )
     if (hidden_act := raw.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(f"hidden_act {hidden_act!r} is not served; served is silu")
     field = partial(field_of, raw, where="config.json")

@@ -1,14 +1,15 @@
 """From a name, a folder or a file to a model that is ready to run.
 
 Weights come from safetensors only: nothing here unpickles or runs code from a checkpoint. Where the
-dtype already fits, tensors are memory-mapped and the file is read as the model touches it.
+dtype already fits, tensors are memory-mapped and the file is read as the model touches it;
+quantised ones become float first.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood.kernels.interface import Kernels
 from sapwood.kernels.user_cache import cache_folder
+from sapwood.runtime.checkpoint_json import read_json_object
+from sapwood.runtime.checkpoint_tensors import FLOATS, SafetensorsFolder, TensorSource, some_of
 from sapwood.runtime.errors import (
     ConfigError,
     ModelError,
@@ -36,13 +37,17 @@ from sapwood.runtime.model_config import DTYPES, ModelConfig, read_model_config
 from sapwood.runtime.models import Model, load_model_class
 from sapwood.runtime.pull import KNOWN_MODELS, pull
 from sapwood.runtime.quantize import MAX_DIVERGENCE, Quantize, int8_divergence
+from sapwood.runtime.quantized_checkpoint import (
+    float_weights,
+    quant_method,
+    quantization_settings,
+)
 
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DUMMY_STANDARD_DEVIATION = 0.02
-_MAX_NAMES_IN_ERROR = 5
-_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them; float8 needs scales
+_MAX_SHAPES_IN_ERROR = 5
 
 
 class LoadFormat(StrEnum):
@@ -245,62 +250,45 @@ def _read_weights(
     """The checkpoint's tensors that the model is built from, checked by name and shape first."""
     model_class = load_model_class(config.model_type)
     expected = model_class.weight_shapes(config)
-    weights: dict[str, Tensor] = {}
-    found: dict[str, tuple[int, ...]] = {}
-    files = [_open_safetensors(path, device) for path in _safetensors_files(folder)]
-    for file in files:
-        slices = {name: file.get_slice(name) for name in file.keys()}
-        found |= {name: tuple(stored.get_shape()) for name, stored in slices.items()}
-        _check_dtypes(folder, {n: s.get_dtype() for n, s in slices.items() if n in expected})
-    unused = model_class.unused_weights(config, found)
-    _check_shapes(folder, {n: s for n, s in found.items() if n not in unused}, expected)
-    for file in files:
-        for name in file.keys():
-            if name in expected:
-                weights[name] = file.get_tensor(name).to(dtype)
-    return weights
+    source = _float_tensors(folder, expected, dtype, device)
+    headers = source.headers
+    _check_dtypes(folder, {n: header.dtype for n, header in headers.items() if n in expected})
+    unused = model_class.unused_weights(config, headers)
+    found = {name: header.shape for name, header in headers.items() if name not in unused}
+    _check_shapes(folder, found, expected)
+    return {name: source.read(name).to(dtype) for name in headers if name in expected}
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            file_by_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(file_by_tensor.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index} does not map tensors to files: {error!r}") from error
-        if outside := [name for name in names if Path(name).name != name]:
-            raise ModelError(f"{index} names a file outside its folder: {outside[0]!r}")
-        if missing := [name for name in names if not (folder / name).exists()]:
-            raise ModelError(
-                f"{folder} lacks {_some(missing)} of its {len(names)} weight files; "
-                "fetch the checkpoint again"
-            )
-        return [folder / name for name in names]
-    if (single := folder / "model.safetensors").exists():
-        return [single]
-    pickled = [path.name for s in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(s)]
-    if pickled:
-        raise UnsupportedModelError(
-            f"{folder} has only pickled weights ({_some(pickled)}), which can run code when they "
-            "are loaded; convert them with transformers: from_pretrained, then save_pretrained"
-        )
-    raise ModelNotFoundError(f"{folder} has no model.safetensors and no index of such files")
-
-
-def _open_safetensors(path: Path, device: torch.device) -> Any:
-    try:
-        return safe_open(path, framework="pt", device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
+def _float_tensors(
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TensorSource:
+    """The checkpoint's tensors, the quantised ones as float."""
+    stored = SafetensorsFolder(folder, device)
+    settings = quantization_settings(read_json_object(folder / "config.json"))
+    if settings is None:
+        return stored
+    source = float_weights(stored, settings).without_idle_biases(expected)
+    num_values = sum(math.prod(header.shape) for header in source.headers.values())
+    logger.warning(
+        "%s: %d weights quantised by %s become %s, %.2f GB in memory for all of the model",
+        folder.name,
+        source.num_quantized,
+        quant_method(settings),
+        str(dtype).removeprefix("torch."),
+        num_values * dtype.itemsize / 1e9,
+    )
+    return source
 
 
 def _check_dtypes(folder: Path, dtypes: Mapping[str, str]) -> None:
     for name, dtype in dtypes.items():
-        if dtype not in _FLOATS:
+        if dtype not in FLOATS:
             raise UnsupportedModelError(
                 f"the checkpoint in {folder} has {name} as {dtype}; served are weights in "
-                f"{', '.join(_FLOATS)}"
+                f"{', '.join(FLOATS)}"
             )
 
 
@@ -311,23 +299,16 @@ def _check_shapes(
 ) -> None:
     complaints = []
     if missing := sorted(expected.keys() - found.keys()):
-        complaints.append(f"lacks {_some(missing)}")
+        complaints.append(f"lacks {some_of(missing)}")
     if unexpected := sorted(found.keys() - expected.keys()):
-        complaints.append(f"has {_some(unexpected)}, which the model has no place for")
+        complaints.append(f"has {some_of(unexpected)}, which the model has no place for")
     complaints += [
         f"has {name} of shape {list(found[name])} where its config.json says {list(shape)}"
         for name, shape in expected.items()
         if found.get(name, shape) != shape
-    ][:_MAX_NAMES_IN_ERROR]
+    ][:_MAX_SHAPES_IN_ERROR]
     if complaints:
         raise ModelError(f"the checkpoint in {folder} {'; '.join(complaints)}")
-
-
-def _some(names: list[str]) -> str:
-    """The first few of `names` and how many more there are."""
-    more = len(names) - _MAX_NAMES_IN_ERROR
-    listed = ", ".join(names[:_MAX_NAMES_IN_ERROR])
-    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def _random_weights(

@@ -90,7 +90,6 @@ def test_rope_is_read_in_both_spellings(written: dict[str, Any], expected: RopeC
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' is not served"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of each head"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn is not served"),
     ],
 )
@@ -122,8 +121,6 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
         ("rope_scaling", "linear"),
         ("rope_scaling", 2),
         ("rope_parameters", ["llama3"]),
-        ("quantization_config", "awq"),
-        ("quantization_config", 4),
         ("eos_token_id", 2.5),
         ("eos_token_id", ["2"]),
         ("eos_token_id", -1),
