@@ -256,7 +256,7 @@ def test_other_divisors_are_refused(tmp_path: Path, vocabulary: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"architecture": "mamba"}, "'mamba' GGUF; served as GGUF is llama"),
+        ({"architecture": "mamba"}, "'mamba' GGUF; served as GGUF are llama"),
         ({"kind": "llama", "pre": "default"}, "kind 'llama' with pre-tokenizer 'default'"),
         ({"pre": "tekken"}, "served is 'gpt2' with smollm"),
         ({"extra_tensors": {"blk.0.attn_rot_embd": np.ones(4)}}, "tensor 'blk.0.attn_rot_embd'"),
