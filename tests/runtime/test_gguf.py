@@ -257,8 +257,8 @@ def test_other_divisors_are_refused(tmp_path: Path, vocabulary: dict[str, Any]) 
     ("options", "said"),
     [
         ({"architecture": "mamba"}, "'mamba' GGUF; served as GGUF are llama"),
-        ({"kind": "llama", "pre": "default"}, "kind 'llama' with pre-tokenizer 'default'"),
-        ({"pre": "tekken"}, "served is 'gpt2' with smollm"),
+        ({"kind": "bert"}, "kind 'bert' with pre-tokenizer 'smollm'"),
+        ({"pre": "falcon"}, "'llama' with 'default' and 'gpt2' with smollm"),
         ({"extra_tensors": {"blk.0.attn_rot_embd": np.ones(4)}}, "tensor 'blk.0.attn_rot_embd'"),
     ],
 )
@@ -283,13 +283,16 @@ def test_a_damaged_file_is_named(tmp_path: Path, vocabulary: dict[str, Any]) -> 
 
 def as_its_own_tokenizer_cuts(pre: str) -> pre_tokenizers.PreTokenizer | None:
     """The cutting that transformers leaves out when it reads a GGUF, else None."""
-    if pre != "smollm":
+    if pre not in ("smollm", "refact", "starcoder"):
         return None
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated")
     return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre",
+    ["smollm", "refact", "starcoder", "gpt-2", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o"],
+)
 def test_tokens_are_those_of_transformers(
     tmp_path: Path, vocabulary: dict[str, Any], pre: str
 ) -> None:
