@@ -130,6 +130,8 @@ def config_of(architecture: Architecture, model: GgufModel) -> dict[str, Any]:
         )
     if "token_embd.weight" not in model.shapes:
         raise ModelError(f"{_WHERE} lacks token_embd.weight")
+    if (num_layers := model.count("block_count")) > len(model.shapes):
+        raise ModelError(f"{_WHERE} has {len(model.shapes)} tensors for {num_layers} layers")
     if (value_dim := model.count("attention.value_length", model.head_dim)) != model.head_dim:
         raise UnsupportedModelError(
             f"{_WHERE} has values of {value_dim} and keys of {model.head_dim} dimensions a head, "
@@ -141,7 +143,7 @@ def config_of(architecture: Architecture, model: GgufModel) -> dict[str, Any]:
         "vocab_size": model.shapes["token_embd.weight"][0],
         "hidden_size": model.count("embedding_length"),
         "intermediate_size": model.count("feed_forward_length"),
-        "num_hidden_layers": model.count("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": model.count("attention.head_count"),
         "num_key_value_heads": model.count(
             "attention.head_count_kv", model.count("attention.head_count")
@@ -256,8 +258,9 @@ def _llama3_parameters(
     divisors: NDArray[np.float64], theta: Mapping[str, float], head_dim: int
 ) -> dict[str, Any]:
     parameters = dict(_LLAMA3_ROPE | theta) | {"factor": round(float(divisors.max()), 3)}
-    expected = _llama3_divisors(parameters, head_dim)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
+    if len(divisors) != head_dim // 2 or not np.allclose(
+        divisors, _llama3_divisors(parameters, head_dim), rtol=1e-3
+    ):
         raise UnsupportedModelError(
             f"{ROPE_FREQS} is not the scaling of a released Llama 3; {_INSTEAD}"
         )

@@ -322,3 +322,28 @@ def test_queries_that_are_not_whole_heads_are_named(tmp_path: Path) -> None:
     extra = {"blk.9.attn_q.weight": np.ones((12, 8), dtype=np.float32)}
     with pytest.raises(ModelError, match="12 rows of queries or keys for 4 heads"):
         written(tmp_path, "llama", extra_tensors=extra).converted()
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "said"),
+    [
+        ("gemma3", {"block_count": 2**31}, "tensors for 2147483648 layers"),
+        ("llama", {"block_count": 0}, "block_count of 0; it must be positive"),
+        ("llama", {"attention.head_count": 0}, "attention.head_count of 0"),
+        ("llama", {"embedding_length": "many"}, "embedding_length is 'many'"),
+        ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
+    ],
+)
+def test_a_size_that_cannot_be_is_named(
+    tmp_path: Path, name: str, extra: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        written(tmp_path, name, extra=extra).converted()
+
+
+def test_a_head_longer_than_its_divisors_is_refused(tmp_path: Path) -> None:
+    extra = {"attention.key_length": 2**31, "attention.value_length": 2**31}
+    extra |= {"rope.dimension_count": 2**31}
+    divisors = {"rope_freqs.weight": np.ones(8, dtype=np.float32)}
+    with pytest.raises(UnsupportedModelError, match="not the scaling of a released Llama 3"):
+        written(tmp_path, "llama", extra=extra, extra_tensors=divisors).converted()
