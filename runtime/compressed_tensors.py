@@ -130,7 +130,7 @@ def _float_weight(stored: TensorSource, module: str, scheme: _Scheme) -> Quantiz
     block = scheme.block
     if scheme.strategy is _Strategy.GROUP:
         block = (1, scheme.group_size) if scheme.group_size else None
-    return scaled_weight(stored, module, ("F8_E4M3",), "weight_scale", block)
+    return scaled_weight(stored, module, "weight_scale", block)
 
 
 def _int_weight(stored: TensorSource, module: str, scheme: _Scheme) -> QuantizedWeight:

@@ -485,6 +485,8 @@ _COMMON = frozenset(
     }
 )
 _EXPERTS = frozenset({"expert_count", "expert_used_count"})
+# The layout is Meta's, in which all files have their queries and keys.
+_LLAMA_FAMILY = _COMMON | _EXPERTS | {"attention.sliding_window", "tensor_data_layout"}
 
 _LLAMA = Architecture(
     model_type="llama",
@@ -500,7 +502,7 @@ _LLAMA = Architecture(
     constants=_SILU,
     config=_biases,
     rope=_rope_parameters,
-    settings=_COMMON | _EXPERTS | {"attention.sliding_window"},
+    settings=_LLAMA_FAMILY,
 )
 _MISTRAL = Architecture(
     model_type="mistral",
@@ -512,7 +514,7 @@ _MISTRAL = Architecture(
     constants=_SILU,
     config=_mistral_config,
     rope=_rope_parameters,
-    settings=_COMMON | _EXPERTS | {"attention.sliding_window"},
+    settings=_LLAMA_FAMILY,
 )
 _MIXTRAL = Architecture(
     model_type="mixtral",
@@ -531,7 +533,7 @@ _MIXTRAL = Architecture(
     constants=MappingProxyType({"hidden_act": "silu", "sliding_window": None}),
     config=_mixtral_config,
     rope=_rope_parameters,
-    settings=_COMMON | _EXPERTS,
+    settings=_LLAMA_FAMILY - {"attention.sliding_window"},
 )
 _QWEN2 = Architecture(
     model_type="qwen2",

@@ -228,11 +228,11 @@ def _awq_weight(stored: TensorSource, module: str, group_size: int | None) -> Qu
     part("scales", SCALES, (num_groups, num_outputs))
 
     def dequantize() -> Tensor:
-        levels = unpack_awq(stored.read(f"{module}.qweight")).t()
+        levels = unpack_awq(stored.read(f"{module}.qweight")).t().contiguous()
         zeros = unpack_awq(stored.read(f"{module}.qzeros")).t()
         scales = stored.read(f"{module}.scales").t()
         groups = group_of_inputs(stored, None, num_inputs, num_groups, group_size)
-        return dequantize_groups(levels, scales, zeros, groups).contiguous()
+        return dequantize_groups(levels, scales, zeros, groups)
 
     return weight_of(module, (num_outputs, num_inputs), ["qweight", "qzeros", "scales"], dequantize)
 
@@ -246,4 +246,4 @@ def _fp8_weights(stored: TensorSource, settings: Settings) -> Iterator[Quantized
     # "inv" is of what was multiplied with when quantising: both are multiplied with here.
     for scale in ("weight_scale_inv", "weight_scale"):
         for module in modules_with(stored, f".{scale}"):
-            yield scaled_weight(stored, module, ("F8_E4M3",), scale, block)
+            yield scaled_weight(stored, module, scale, block)

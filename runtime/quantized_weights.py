@@ -54,12 +54,11 @@ def weight_of(
 def scaled_weight(
     stored: TensorSource,
     module: str,
-    dtypes: tuple[str, ...],
     scale_name: str,
     block: tuple[int, int] | None,
 ) -> QuantizedWeight:
-    """weight [O, I] times a scale for all of it, for each row or for each block."""
-    num_outputs, num_inputs = part_of(stored, module, "weight", dtypes, (None, None)).shape
+    """weight float8 [O, I] times a scale for all of it, for each row or for each block."""
+    num_outputs, num_inputs = part_of(stored, module, "weight", ("F8_E4M3",), (None, None)).shape
     scale_shape = rows_shape(part_of(stored, module, scale_name, SCALES, None).shape)
     if scale_shape == (1, 1):
         block = (num_outputs, num_inputs)
@@ -126,7 +125,7 @@ def group_of_inputs(
         return in_order
     groups = stored.read(order).to(torch.int64)
     if (groups == -1).all():  # how an order that is not used is written
-        return in_order.to(groups.device)
+        return in_order
     if groups.min() < 0 or groups.max() >= num_groups:
         raise ModelError(
             f"{order} names groups {int(groups.min())} to {int(groups.max())}, and there are "

@@ -22,6 +22,7 @@ from torch import Tensor
 from sapwood.kernels import load_kernels
 from sapwood.runtime.checkpoint_tensors import SafetensorsFolder, TensorHeader
 from sapwood.runtime.errors import ModelError, UnsupportedModelError
+from sapwood.runtime.quantize import Quantize, _log_probabilities
 from sapwood.runtime.quantized_checkpoint import (
     FloatWeights,
     float_weights,
@@ -120,6 +121,7 @@ class Tensors:
         torch.int64: "I64",
         torch.float8_e4m3fn: "F8_E4M3",
         torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e8m0fnu: "F8_E8M0",
     }
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -237,6 +239,15 @@ def test_float8_blocks_have_a_scale_each_also_those_that_are_cut_off(method: str
         block = {"strategy": "block", "block_structure": [4, 4]}
         settings = compressed("float-quantized", type="float", num_bits=8, **block)
     found = weight_from({"weight": levels, name: scales}, settings)
+    assert torch.equal(found, scaled(levels, lambda o, i: float(scales[o // 4, i // 4])))
+
+
+def test_float8_scales_may_be_powers_of_two_in_a_byte() -> None:
+    levels = random_float8(8, 8)
+    scales = torch.tensor([[0.5, 4.0], [0.0625, 1.0]])
+    settings = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    parts = {"weight": levels, "weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    found = weight_from(parts, settings)
     assert torch.equal(found, scaled(levels, lambda o, i: float(scales[o // 4, i // 4])))
 
 
@@ -524,8 +535,6 @@ def quantized_model(tiny_model: Path, tmp_path: Path) -> Callable[[str], tuple[P
 
 
 def logits_of(folder: Path, **options: str) -> Tensor:
-    from sapwood.runtime.quantize import _log_probabilities
-
     kernels = load_kernels("reference")
     model = load_model(folder, kernels=kernels, **options).model
     return _log_probabilities(model, kernels, np.arange(30, dtype=np.int32))
@@ -543,6 +552,23 @@ def test_a_quantised_model_answers_as_the_model_that_its_weights_are_worth(
     assert torch.equal(found, logits_of(worth))
     assert f"14 weights quantised by {method} become float32" in caplog.text
     assert torch.equal(logits_of(quantised, dtype="bfloat16"), logits_of(worth, dtype="bfloat16"))
+
+
+@pytest.mark.skipif(load_kernels("cpu").quantized() is None, reason="int8 takes a C compiler")
+def test_a_quantised_checkpoint_may_be_computed_in_int8(
+    quantized_model: Callable[[str], tuple[Path, Path]],
+) -> None:
+    quantised, worth = quantized_model("gptq")
+    kernels = load_kernels("cpu")
+    found, expected = (
+        load_model(folder, kernels=kernels, quantize="int8") for folder in (quantised, worth)
+    )
+    assert found.quantize is expected.quantize is Quantize.INT8
+    int8 = kernels.quantized()
+    assert int8 is not None
+    ids = np.arange(30, dtype=np.int32)
+    first, second = (_log_probabilities(m.model, int8, ids) for m in (found, expected))
+    assert torch.equal(first, second)
 
 
 def test_stored_tensors_are_read_as_headers_say(
