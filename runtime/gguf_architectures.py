@@ -168,7 +168,7 @@ def place_of(architecture: Architecture, name: str) -> Place:
         case [module, kind]:
             place = architecture.model.get(module)
         case ["blk", index, module, kind] if index.isdecimal():
-            place, prefix = architecture.layer.get(module), f"model.layers.{int(index)}."
+            place, prefix = architecture.layer.get(module), f"model.layers.{index}."
         case _:
             kind = ""
     if (
