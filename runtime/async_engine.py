@@ -6,12 +6,14 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
+from sapwood.runtime.chat import Chat, Message
 from sapwood.runtime.engine_base import EngineBase, Sampling
 from sapwood.runtime.errors import EngineClosedError, EngineError
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input
 from sapwood.runtime.request import SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.turns import PrefixReport
 
 
 class _Inbox:
@@ -82,6 +84,8 @@ class AsyncEngine(EngineBase[_Inbox]):
                     unfinished.discard(told.request_id)
         finally:
             self._withdraw(requests, unfinished)
+        for request in requests:
+            self._remember(request, builders[request.request_id])
         return [builders[request.request_id].whole() for request in requests]
 
     async def stream(
@@ -128,6 +132,7 @@ class AsyncEngine(EngineBase[_Inbox]):
                 piece = builder.add(told)
                 if builder.finished:
                     unfinished.discard(told.request_id)
+                    self._remember(requests[index], builder)
                 yield index, piece
         finally:
             self._withdraw(requests, unfinished)
@@ -142,6 +147,10 @@ class AsyncEngine(EngineBase[_Inbox]):
             return False
         self._core.abort(core_id)
         return True
+
+    async def explain_prefix(self, chat: Chat | Sequence[Message]) -> PrefixReport:
+        """How much of a conversation continues its last turn, as `Engine.explain_prefix`."""
+        return await asyncio.to_thread(self._inputs.explain, chat)
 
     async def flush_cache(self) -> None:
         """Drop every cached token that no running request holds."""

@@ -1,53 +1,160 @@
 """A model's own chat template: messages in, prompt text out.
 
-The template comes with the checkpoint, so it is foreign code: it runs in Jinja's immutable sandbox
-and sees copies of the messages. What a template may use (filters, functions, variables) is what
-`transformers` offers, since that is what templates are written against.
+The template comes with the checkpoint, so it is foreign code: it runs in Jinja's immutable sandbox,
+sees copies of the messages, and its time and output are bounded (`runtime/template_meter.py` says
+how far). What a template may use (filters, functions, variables) is what `transformers` offers,
+since that is what templates are written against.
 
 Knows nothing of token ids.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from sapwood.runtime.chat import Chat, ChatOptions, plain_messages
+from sapwood.runtime.control_tokens import (
+    NONCHARACTERS,
+    ControlledText,
+    ControlTokens,
+    strings_in,
+    unused_characters,
+)
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.template_meter import METER, Meter, RenderLimits, metered
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Environment, Template, nodes
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# Variables that a caller may not set by name: they have fields of their own, or are ours.
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message raise_exception "
+    "strftime_now".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as text, with the messages and options that it was made of.
+
+    `messages` are plain copies (`plain_messages`), not to be changed.
+    """
+
+    content: ControlledText
+    messages: list[dict[str, Any]]
+    options: ChatOptions
+
+    @property
+    def text(self) -> str:
+        return self.content.text
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What of a conversation comes from its caller, as the template gets it."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any]
+    kwargs: dict[str, Any]
+
+    def strings(self) -> list[str]:
+        """All strings but the roles, which are among a few known words."""
+        messages = [{**message, "role": ""} for message in self.messages]
+        return [*strings_in(messages), *strings_in(self.tools), *strings_in(self.kwargs)]
+
+    def mapped(self, change: Callable[[str], str]) -> "_Values":
+        return _Values(
+            [{**_mapped(m, change), "role": m["role"]} for m in self.messages],
+            _mapped(self.tools, change),
+            _mapped(self.kwargs, change),
+        )
 
 
 class ChatTemplate:
     """A Jinja template and the special tokens it may name (`bos_token`, `eos_token`, ...).
 
-    Compiled at the first `render` and kept; may be used from several threads.
+    `control_tokens` are those that no message can spell. Compiled at the first `render` and kept;
+    may be used from several threads. `clock` gives seconds, by default of the thread's processor
+    time, so that a busy machine refuses nobody.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        control_tokens: ControlTokens | None = None,
+        *,
+        limits: RenderLimits | None = None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._control_tokens = control_tokens or ControlTokens(())
+        self._limits = limits or RenderLimits()
+        self._clock = clock
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """The prompt text for `messages`, up to where the assistant's answer begins.
+    def render(self, chat: Chat) -> RenderedChat:
+        """The prompt text for a conversation, up to where the assistant's answer begins.
 
-        Raises RequestError, with `param` "messages", for malformed messages and for whatever the
-        template itself refuses, in the template's own words.
+        Raises RequestError, with `param` set, for malformed messages, for options that this
+        template does not know, and for whatever it refuses, in its own words.
         """
-        plain = plain_messages(messages, keep_developer="developer" in self.source)
+        messages = plain_messages(chat.messages)
+        self._check_options(chat.options)
+        values = _Values(
+            messages=[self._known_role(message) for message in messages],
+            tools=list(chat.options.tools),
+            kwargs=dict(chat.options.chat_template_kwargs),
+        )
+        mark, end = self._marks(values, chat.options)
+        if mark is not None:
+            values = values.mapped(lambda text: self._control_tokens.marked(text, mark))
+        if end is not None:
+            last = values.messages[-1]
+            # The space shows whether the template trims what it writes.
+            values.messages[-1] = {**last, "content": f"{last['content']}{end} "}
+        rendered = self._rendered(values, chat.options)
+        if end is not None:
+            rendered = _cut_at(rendered, end)
+        return RenderedChat(self._control_tokens.read(rendered, mark), messages, chat.options)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads and does not set itself. Raises RequestError."""
+        from jinja2.meta import find_undeclared_variables
+
+        return frozenset(find_undeclared_variables(self._parsed()))
+
+    def _marks(self, values: _Values, options: ChatOptions) -> tuple[str | None, str | None]:
+        """The characters that mark quoted control tokens and the end of an open message."""
+        texts = values.strings()
+        needs_mark = any(map(self._control_tokens.touch, texts))
+        needs_end = options.continue_final_message
+        if not needs_mark and not needs_end:
+            return None, None
+        mark, end = tuple(unused_characters(texts, 2))
+        return (mark if needs_mark else None), (end if needs_end else None)
+
+    def _rendered(self, values: _Values, options: ChatOptions) -> str:
+        template = self._template
+        meter = Meter(self._limits, self._clock)
+        variables = {
+            **values.kwargs,
+            **self._special_tokens,
+            "messages": values.messages,
+            "tools": values.tools or None,
+            "documents": None,
+            "add_generation_prompt": options.opens_an_answer,
+            METER: meter,
+        }
         try:
-            return self._template.render(
-                **self._special_tokens,
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return meter.joined(template.generate(variables))
         except RequestError:
             raise
         except Exception as error:  # a template is foreign code and may raise anything
@@ -55,67 +162,82 @@ class ChatTemplate:
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
 
+    def _known_role(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A developer's message is a system message where the template knows no other."""
+        if message["role"] == "developer" and "developer" not in self.source:
+            return {**message, "role": "system"}
+        return message
+
+    def _check_options(self, options: ChatOptions) -> None:
+        if options.tools and "tools" not in self.variables:
+            raise RequestError(
+                "this model's chat template knows no tools; describe them in a message",
+                param="tools",
+            )
+        given = options.chat_template_kwargs
+        if not given:
+            return
+        special = self._special_tokens.keys()
+        known = {
+            name for name in self.variables - RESERVED - special if not name.endswith("_token")
+        }
+        for name in given:
+            if name not in known:
+                raise RequestError(
+                    f"this model's chat template has no variable {name!r} to set; "
+                    f"it has {', '.join(sorted(known)) or 'none'}",
+                    param="chat_template_kwargs",
+                )
+
     @cached_property
     def _template(self) -> "Template":
-        from jinja2 import TemplateError
+        with _named_errors():
+            return self._environment.from_string(metered(self._parsed()))
 
-        try:
-            return _environment().from_string(self.source)
-        except TemplateError as error:
-            raise RequestError(
-                f"the model's chat template is broken ({error}); send a plain prompt instead",
-                param="messages",
-            ) from error
+    @cached_property
+    def _environment(self) -> "Environment":
+        return _environment()
 
-
-def plain_messages(
-    messages: Sequence[Mapping[str, Any]], *, keep_developer: bool
-) -> list[dict[str, Any]]:
-    """Copies of `messages` in the one shape that templates know: text content, no null fields.
-
-    Text parts are joined by newlines. An assistant message may leave its content out (it may
-    consist of tool calls). A `developer` message becomes a `system` message unless the template
-    knows the newer name. Raises RequestError for anything else.
-    """
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise _refused("messages must be a list with at least one message")
-    plain = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise _refused(f"messages[{i}] must be an object with a role and a content")
-        role = message.get("role")
-        if role not in ROLES:
-            raise _refused(f"messages[{i}].role is {role!r}; it must be one of {', '.join(ROLES)}")
-        if role == "developer" and not keep_developer:
-            role = "system"
-        content = _plain_content(message.get("content"), role, f"messages[{i}].content")
-        filled = {key: value for key, value in message.items() if value is not None}
-        plain.append({**filled, "role": role, "content": content})
-    return plain
+    def _parsed(self) -> "nodes.Template":
+        with _named_errors():
+            return self._environment.parse(self.source)
 
 
-def _plain_content(content: Any, role: str, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if role == "assistant":
-            return ""
-        raise _refused(f"{where} is missing; only an assistant message may have none")
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise _refused(f"{where} must be a string or a list of text parts")
-    return "\n".join(_part_text(part, f"{where}[{j}]") for j, part in enumerate(content))
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Turns Jinja's complaints about a template's source into RequestErrors."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise RequestError(
+            f"the model's chat template is broken ({error}); send a plain prompt instead",
+            param="messages",
+        ) from error
 
 
-def _part_text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if kind != "text" or not isinstance(text, str):
-        raise _refused(f'{where} must be {{"type": "text", "text": ...}}; only text is served')
-    return text
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with every string in it changed, keys of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_mapped(item, change) for item in value]
+    return value
 
 
-def _refused(message: str) -> RequestError:
-    return RequestError(message, param="messages")
+def _cut_at(rendered: str, end: str) -> str:
+    """The text up to `end`, and without white space there if the template trims."""
+    if rendered.count(end) != 1:
+        raise RequestError(
+            "the model's chat template does not write the last message's content once, so there is "
+            "no place to continue it; leave continue_final_message out",
+            param="continue_final_message",
+        )
+    text, _, after = rendered.partition(end)
+    return text if after.startswith(" ") else text.rstrip()
 
 
 def _environment() -> "Environment":
@@ -155,14 +277,25 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter of this name escapes for HTML."""
-    return json.dumps(
+    """JSON as it is; Jinja's own filter of this name escapes for HTML.
+
+    Noncharacters stay as they are, also with `ensure_ascii`: they are our marks.
+    """
+    text = json.dumps(
         value,
-        ensure_ascii=ensure_ascii,
+        ensure_ascii=False,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+_NOT_ASCII = re.compile(rf"[^\x00-\x7f{NONCHARACTERS}]+")
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match.group())[1:-1]
 
 
 def _strftime_now(form: str) -> str:

@@ -5,12 +5,14 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
+from sapwood.runtime.chat import Chat, Message
 from sapwood.runtime.engine_base import EngineBase, Sampling
 from sapwood.runtime.errors import EngineClosedError, EngineError
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input
 from sapwood.runtime.request import Request, SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.turns import PrefixReport
 
 _Inbox = SimpleQueue[SequenceOutput | None]
 
@@ -40,9 +42,9 @@ class Engine(EngineBase[_Inbox]):
     ) -> list[RequestOutput]:
         """Answer one input or a list of them, in their order; one input gives a list of one.
 
-        An input is a string, a list of token ids or a list of chat messages. `sampling` holds for
-        all of them, or is a list with one for each. Raises RequestError before anything runs,
-        EngineError if the engine fails.
+        An input is a string, a list of token ids, a list of chat messages or a `Chat`. `sampling`
+        holds for all of them, or is a list with one for each. Raises RequestError before anything
+        runs, EngineError if the engine fails.
         """
         requests = self._requests(inputs, sampling)
         builders = {request.request_id: self._builder(request) for request in requests}
@@ -58,6 +60,8 @@ class Engine(EngineBase[_Inbox]):
                     unfinished.discard(told.request_id)
         finally:
             self._withdraw(requests, unfinished)
+        for request in requests:
+            self._remember(request, builders[request.request_id])
         return [builders[request.request_id].whole() for request in requests]
 
     def stream(
@@ -80,9 +84,17 @@ class Engine(EngineBase[_Inbox]):
                 piece = builder.add(_take(inbox))
                 if builder.finished:
                     unfinished.clear()
+                    self._remember(request, builder)
                 yield piece
         finally:
             self._withdraw([request], unfinished)
+
+    def explain_prefix(self, chat: Chat | Sequence[Message]) -> PrefixReport:
+        """How much of a conversation continues its last turn, and why no more.
+
+        Raises RequestError. Runs nothing; cost: that of tokenising.
+        """
+        return self._inputs.explain(chat)
 
     def flush_cache(self) -> None:
         """Drop every cached token that no running request holds."""

@@ -10,6 +10,7 @@ import numpy as np
 from sapwood.radix import NodeView
 from sapwood.runtime.answers import AnswerBuilder
 from sapwood.runtime.build import EngineInfo, build_engine
+from sapwood.runtime.chat import Chat
 from sapwood.runtime.config import EngineConfig
 from sapwood.runtime.core import EngineStats
 from sapwood.runtime.core_thread import CoreThread
@@ -82,12 +83,13 @@ class EngineBase(Generic[InboxT]):
         request_ids: Sequence[str] | None = None,
     ) -> list[Request]:
         """Checked requests for one input or many. Raises before anything is submitted."""
-        if not isinstance(inputs, Sequence | np.ndarray):
+        if not isinstance(inputs, Sequence | np.ndarray | Chat):
             raise RequestError(
                 f"inputs are strings, token ids or chat messages, not {type(inputs).__name__}",
                 param="inputs",
             )
-        prompts: list[Any] = [inputs] if is_single(inputs) else list(inputs)
+        alone = isinstance(inputs, Chat) or is_single(inputs)
+        prompts: list[Any] = [inputs] if alone else list(inputs)  # type: ignore[arg-type]
         if not isinstance(sampling, Sequence):
             sampling = [sampling] * len(prompts)  # type: ignore[list-item]
         ids: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
@@ -117,6 +119,12 @@ class EngineBase(Generic[InboxT]):
 
     def _builder(self, request: Request) -> AnswerBuilder:
         return AnswerBuilder(request, self.tokenizer.token_bytes)
+
+    def _remember(self, request: Request, builder: AnswerBuilder) -> None:
+        """Keep finished answers for the next turn of their conversation."""
+        if request.chat is not None:
+            for answer in builder.whole().outputs:
+                self._inputs.remember(request, answer.token_ids, answer.text)
 
     def _submit(self, requests: Sequence[Request], inbox: InboxT) -> None:
         """Hand requests to the core, their outputs to `inbox`.

@@ -4,6 +4,7 @@ Runs on the caller's side, never in the core.
 """
 
 import itertools
+import logging
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,19 +13,23 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from sapwood.radix import Namespace
+from sapwood.runtime.chat import Chat, Message
+from sapwood.runtime.chat_encoder import ChatEncoder, EncodedChat
 from sapwood.runtime.errors import ContextLengthError, RequestError
 from sapwood.runtime.request import Request, TokenIds
 from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
+from sapwood.runtime.turns import PrefixReport
 
-Message = Mapping[str, Any]
-Input = str | Sequence[int] | TokenIds | Sequence[Message]
+logger = logging.getLogger(__name__)
+
+Input = str | Sequence[int] | TokenIds | Sequence[Message] | Chat
 
 
 def is_single(inputs: Any) -> TypeGuard[Input]:
     """Whether this is one input rather than a list of them."""
-    if isinstance(inputs, str | np.ndarray):
+    if isinstance(inputs, str | np.ndarray | Chat):
         return True
     if not isinstance(inputs, Sequence) or not inputs:
         return False
@@ -43,6 +48,7 @@ class InputProcessor:
         namespace: Namespace,
     ) -> None:
         self._tokenizer = tokenizer
+        self._chats = ChatEncoder(tokenizer)
         self._max_model_len = max_model_len
         self._limits = limits
         self._vocab_size = limits.vocab_size
@@ -63,15 +69,30 @@ class InputProcessor:
             raise RequestError(
                 f"sampling must be SamplingParams, not {type(sampling).__name__}", param="sampling"
             )
-        token_ids = self._token_ids(prompt)
+        chat = self._encoded_chat(prompt) if _is_chat(prompt) else None
+        token_ids = self._token_ids(prompt) if chat is None else chat.token_ids
+        if not len(token_ids):
+            raise RequestError(
+                "the prompt is empty; give at least one token of text",
+                param="prompt" if chat is None else "messages",
+            )
         room = self._max_model_len - len(token_ids)
         if room < 1:
             raise self._too_long(prompt, str(len(token_ids)))
         self._limits.check(sampling, len(token_ids), self._tokenizer.eos_token_ids)
         token_ids.flags.writeable = False
+        caller_id = caller_id if caller_id is not None else f"req-{uuid.uuid4().hex}"
+        if chat is not None and chat.divergence is not None:
+            logger.info(
+                "%s: diverges from the conversation's last turn at token %d of %d: %s",
+                caller_id,
+                chat.divergence.position,
+                len(token_ids),
+                chat.divergence.reason,
+            )
         return Request(
             request_id=str(next(self._serial_numbers)),
-            caller_id=caller_id if caller_id is not None else f"req-{uuid.uuid4().hex}",
+            caller_id=caller_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
             max_tokens=room if sampling.max_tokens is None else sampling.max_tokens,
@@ -79,23 +100,35 @@ class InputProcessor:
             eos_token_ids=self._tokenizer.eos_token_ids,
             arrival_time=now,
             namespace=self._namespace,
+            chat=None if chat is None else chat.prompt,
         )
 
-    def _token_ids(self, prompt: Input) -> TokenIds:
+    def remember(self, request: Request, answer_ids: Sequence[int], answer: str) -> None:
+        """Keep what a finished conversation request was answered, for its next turn.
+
+        `answer_ids` are all tokens that were generated, `answer` is the whole text that was given
+        out. Does nothing for a request that is no conversation. O(prompt + answer).
+        """
+        if request.chat is not None:
+            self._chats.remember(request.chat, request.prompt_token_ids, answer_ids, answer)
+
+    def explain(self, chat: Chat | Sequence[Message]) -> PrefixReport:
+        """How much of a conversation continues its last turn, and why no more. Raises RequestError.
+
+        Cost: that of tokenising. Changes nothing but the order in which turns are forgotten.
+        """
+        return self._encoded_chat(chat).report
+
+    def _encoded_chat(self, chat: Chat | Sequence[Message]) -> EncodedChat:
+        rendered = self._chats.render(chat)
+        self._check_size(chat, rendered.text)
+        return self._chats.encode(rendered, self._namespace)
+
+    def _token_ids(self, prompt: Any) -> TokenIds:
         if isinstance(prompt, str):
             self._check_size(prompt, prompt)
-            token_ids = self._tokenizer.encode(prompt)
-        elif _is_chat(prompt):
-            text = self._tokenizer.render_chat(prompt)
-            self._check_size(prompt, text)
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        else:
-            token_ids = self._checked_ids(prompt)
-        if not len(token_ids):
-            raise RequestError(
-                "the prompt is empty; give at least one token of text", param="prompt"
-            )
-        return token_ids
+            return self._tokenizer.encode(prompt)
+        return self._checked_ids(prompt)
 
     def _check_size(self, prompt: Input, text: str) -> None:
         """Refuse a text that cannot fit, before tokens are made of it for seconds."""
@@ -134,8 +167,8 @@ class InputProcessor:
         return ids.astype(np.int32)
 
 
-def _is_chat(prompt: Any) -> TypeGuard[Sequence[Message]]:
-    return (
+def _is_chat(prompt: Any) -> TypeGuard[Chat | Sequence[Message]]:
+    return isinstance(prompt, Chat) or (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, str)
         and bool(prompt)

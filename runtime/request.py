@@ -16,6 +16,7 @@ from sapwood.runtime.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.scoring import PromptScores, SequenceScores, TokenScores
 from sapwood.runtime.stop import StopMatcher
+from sapwood.runtime.turns import ChatPrompt
 
 TokenIds = NDArray[np.int32]
 
@@ -38,6 +39,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     arrival_time: float  # seconds, the engine's clock
     namespace: Namespace = ()
+    chat: ChatPrompt | None = None  # of a conversation: what its next turn will need
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.chat_template import ChatTemplate
 from sapwood.runtime.errors import RequestError
 
@@ -39,10 +40,12 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
+def template_of(source: str, **settings: Any) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, **settings)
+
+
 def render(source: str, messages: Any, **options: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
-        messages, **options
-    )
+    return template_of(source).render(Chat(messages, ChatOptions(**options))).text
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ def test_a_chat_is_encoded_without_a_second_start_token(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder_with(tmp_path, tokenizer_config=config))
     assert tokenizer.has_chat_template
     chat = [{"role": "user", "content": "the"}]
-    assert tokenizer.render_chat(chat) == "<|start|>the"
+    assert tokenizer.render_chat(chat).text == "<|start|>the"
     np.testing.assert_array_equal(tokenizer.encode_chat(chat), tokenizer.encode("the"))
 
 
@@ -262,9 +262,9 @@ def test_of_several_templates_the_default_is_taken_and_a_file_comes_first(tmp_pa
     named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     folder = folder_with(tmp_path, tokenizer_config={"chat_template": named})
     chat = [{"role": "user", "content": "x"}]
-    assert Tokenizer.from_folder(folder).render_chat(chat) == "D"
+    assert Tokenizer.from_folder(folder).render_chat(chat).text == "D"
     (folder / "chat_template.jinja").write_text("F", encoding="utf-8")
-    assert Tokenizer.from_folder(folder).render_chat(chat) == "F"
+    assert Tokenizer.from_folder(folder).render_chat(chat).text == "F"
 
 
 def test_a_missing_or_broken_tokenizer_file_says_so(tmp_path: Path) -> None:
@@ -327,6 +327,6 @@ def test_smollm2_is_exact_and_renders_as_transformers_does(real_model: str) -> N
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 12 + 34? "}],
     ):
         text = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert tokenizer.render_chat(chat) == text
+        assert tokenizer.render_chat(chat).text == text
         expected = reference(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.encode_chat(chat).tolist() == expected

@@ -1,0 +1,201 @@
+"""A conversation as it is asked: messages, and how to render them.
+
+Everything in it comes from whoever asks, so it is checked and copied here before a template sees
+it. Knows no templates and no tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sapwood.runtime.errors import RequestError
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_DEPTH = 64  # of lists and objects within each other
+MAX_TEMPLATE_KWARGS_CHARS = 65_536  # as JSON
+MAX_TOOLS_CHARS = 1_048_576  # as JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How to render a conversation.
+
+    `add_generation_prompt`: end where the assistant's answer begins; None is True, but False with
+    `continue_final_message`. `continue_final_message`: the last message is the beginning of the
+    answer and is left open. `tools`: JSON-schema descriptions of functions, for templates that
+    know tools. `chat_template_kwargs`: variables that this model's template reads, such as
+    `enable_thinking`.
+
+    Raises RequestError, with `param` set, for what contradicts itself or is no JSON.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.add_generation_prompt, bool | None):
+            raise _wrong("add_generation_prompt", "must be true or false")
+        if not isinstance(self.continue_final_message, bool):
+            raise _wrong("continue_final_message", "must be true or false")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise _wrong(
+                "continue_final_message",
+                "leaves the last message open, add_generation_prompt opens another after it; "
+                "give one of them",
+            )
+        object.__setattr__(self, "tools", _checked_tools(self.tools))
+        kwargs = _checked_kwargs(self.chat_template_kwargs)
+        object.__setattr__(self, "chat_template_kwargs", kwargs)
+
+    @property
+    def opens_an_answer(self) -> bool:
+        """Whether the template is asked for its generation prompt."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """An input of the engine: a conversation with options. A bare list of messages has none."""
+
+    messages: Sequence[Message]
+    options: ChatOptions = field(default_factory=ChatOptions)
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Copies of `messages` in the one shape that templates know: text content, no null fields.
+
+    Text parts are joined by newlines. An assistant message may leave its content out (it may
+    consist of tool calls). The arguments of tool calls are JSON text on OpenAI's wire and objects
+    in templates, so text that is a JSON object becomes that object. Raises RequestError, with
+    `param` "messages", for anything else.
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise _refused("messages must be a list with at least one message")
+    return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def plain_json(value: Any, where: str, *, param: str, depth: int = 0) -> Any:
+    """A copy of a JSON value in plain dicts and lists. Raises RequestError for any other value."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        _check_unicode(value, where, param)
+        return str(value)
+    if depth == MAX_DEPTH:
+        raise RequestError(
+            f"{where} is nested deeper than {MAX_DEPTH} levels; flatten it", param=param
+        )
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise RequestError(f"{where} has a key that is no string", param=param)
+        for key in value:
+            _check_unicode(key, where, param)
+        return {
+            str(key): plain_json(item, where, param=param, depth=depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [plain_json(item, where, param=param, depth=depth + 1) for item in value]
+    raise RequestError(f"{where} has a {type(value).__name__}, which is no JSON", param=param)
+
+
+def _plain_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _refused(f"{where} must be an object with a role and a content")
+    role = message.get("role")
+    if role not in ROLES:
+        raise _refused(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+    content = _plain_content(message.get("content"), role, f"{where}.content")
+    filled = {key: value for key, value in message.items() if value is not None}
+    # `content` may be parts, which are not to be copied; it keeps its place among the keys.
+    plain: dict[str, Any] = plain_json({**filled, "content": ""}, where, param="messages")
+    plain["content"] = content
+    calls = plain.get("tool_calls", ())
+    for call in calls if isinstance(calls, list) else ():
+        _parse_arguments(call, f"{where}.tool_calls")
+    return plain
+
+
+def _plain_content(content: Any, role: str, where: str) -> str:
+    if isinstance(content, str):
+        _check_unicode(content, where, "messages")
+        return content
+    if content is None:
+        if role == "assistant":
+            return ""
+        raise _refused(f"{where} is missing; only an assistant message may have none")
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise _refused(f"{where} must be a string or a list of text parts")
+    return "\n".join(_part_text(part, f"{where}[{j}]") for j, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(text, str):
+        raise _refused(f'{where} must be {{"type": "text", "text": ...}}; only text is served')
+    _check_unicode(text, where, "messages")
+    return text
+
+
+def _parse_arguments(call: Any, where: str) -> None:
+    """Replace a plain tool call's arguments by the JSON object that they spell, if they do."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if function is None or not isinstance(arguments, str):
+        return
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(parsed, dict):
+        function["arguments"] = plain_json(parsed, where, param="messages")
+
+
+def _checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise _wrong("tools", "must be a list of objects that describe functions")
+    plain = plain_json(tools, "tools", param="tools")
+    _check_size("tools", plain, MAX_TOOLS_CHARS)
+    return tuple(plain)
+
+
+def _checked_kwargs(kwargs: Any) -> dict[str, Any]:
+    name = "chat_template_kwargs"
+    if not isinstance(kwargs, Mapping):
+        raise _wrong(name, "must be an object: names of template variables with their values")
+    plain: dict[str, Any] = plain_json(kwargs, name, param=name)
+    _check_size(name, plain, MAX_TEMPLATE_KWARGS_CHARS)
+    return plain
+
+
+def _check_size(name: str, value: Any, limit: int) -> None:
+    size = len(json.dumps(value, ensure_ascii=False))
+    if size > limit:
+        raise _wrong(name, f"has {size} characters as JSON, at most {limit} are taken; shorten it")
+
+
+def _check_unicode(text: str, where: str, param: str) -> None:
+    """Half of a surrogate pair reaches us through JSON escapes and has no encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{where} is not valid Unicode: a lone surrogate at character {error.start}",
+            param=param,
+        ) from error
+
+
+def _wrong(name: str, what: str) -> RequestError:
+    return RequestError(f"{name} {what}", param=name)
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="messages")
