@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sapwood.runtime.chat import Chat
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.turns import PrefixReport
 
 if TYPE_CHECKING:
     from sapwood.runtime.build import EngineInfo as EngineInfo
     from sapwood.runtime.core import EngineStats as EngineStats
 
 Prompt = str | Sequence[int]  # text or token ids
-Input = Prompt | Sequence[Mapping[str, Any]]  # or the messages of a conversation
+# Or the messages of a conversation, alone or with options.
+Input = Prompt | Sequence[Mapping[str, Any]] | Chat
 
 
 class TokenTexts(Protocol):
@@ -54,5 +57,6 @@ class ServingEngine(Protocol):
         *,
         request_ids: Sequence[str],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]: ...
+    async def explain_prefix(self, chat: Chat) -> PrefixReport: ...
     async def flush_cache(self) -> None: ...
     def close(self) -> None: ...

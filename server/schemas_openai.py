@@ -13,6 +13,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.errors import ApiError
 from sapwood.server.schemas import (
@@ -38,6 +39,8 @@ _NO_BEAMS = (
 _NO_BAD_WORDS = "words are not served; ban their tokens with banned_token_ids"
 _NO_MEDIA = "only text is served; leave it out"
 _NO_REASONING = "the model does not reason apart from its answer; leave it out"
+_NO_DOCUMENTS = "documents are not served; leave it out and quote them in a message"
+_OWN_TEMPLATE = "conversations are rendered by the model's own template; leave it out"
 _NOT_YET = "not served yet; leave it out"
 
 
@@ -225,9 +228,23 @@ class ChatRequest(OpenAIRequest):
     verbosity: Annotated[Any, refused(_NOT_YET, "medium")] = None
     moderation: Annotated[Any, refused(_NOT_YET)] = None
     web_search_options: Annotated[Any, refused(_NOT_YET)] = None
-    chat_template_kwargs: Annotated[Any, refused(_NOT_YET, {})] = None
-    add_generation_prompt: Annotated[Any, refused(_NOT_YET, True)] = None
-    continue_final_message: Annotated[Any, refused(_NOT_YET, False)] = None
+    documents: Annotated[Any, refused(_NO_DOCUMENTS, [])] = None
+    chat_template: Annotated[Any, refused(_OWN_TEMPLATE)] = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def chat(self) -> Chat:
+        """The conversation, and how to render it. Raises RequestError."""
+        return Chat(
+            [message.plain() for message in self.messages],
+            ChatOptions(
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=bool(self.continue_final_message),
+                chat_template_kwargs=self.chat_template_kwargs or {},
+            ),
+        )
 
     def sampling(self) -> SamplingParams:
         """How to answer; without a limit, as far as the context goes. Raises ApiError."""

@@ -29,6 +29,7 @@ SERVER_PUBLIC = tuple(
     for name in (
         "async_engine",
         "build",
+        "chat",
         "config",
         "core",
         "engine",
@@ -39,6 +40,7 @@ SERVER_PUBLIC = tuple(
         "pull",
         "sampling_params",
         "tokenizer",
+        "turns",
     )
 )
 
@@ -74,7 +76,9 @@ TORCH_FREE = (
     "kernels/__init__.py",
     "kernels/segments.py",
     "runtime/admission.py",
+    "runtime/chat.py",
     "runtime/config.py",
+    "runtime/control_tokens.py",
     "runtime/detokenizer.py",
     "runtime/errors.py",
     "runtime/noise.py",
@@ -90,7 +94,9 @@ TORCH_FREE = (
     "runtime/step_plan.py",
     "runtime/stop.py",
     "runtime/stop_regex.py",
+    "runtime/template_meter.py",
     "runtime/tokenizer.py",
+    "runtime/turns.py",
 )
 CLOCKS = ("time", "datetime")
 CLOCK_FREE = (

@@ -1,5 +1,6 @@
-"""OpenAI's chat: `POST /v1/chat/completions`."""
+"""OpenAI's chat: `POST /v1/chat/completions`, and why a conversation is not continued."""
 
+from dataclasses import asdict
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -7,7 +8,7 @@ from fastapi.responses import Response
 
 from sapwood.server.body import request_body
 from sapwood.server.outputs import ChatAnswer
-from sapwood.server.routes.replies import openai_reply
+from sapwood.server.routes.replies import json_reply, openai_reply
 from sapwood.server.schemas_openai import ChatRequest
 from sapwood.server.serving import ServingDep, Work
 
@@ -29,8 +30,25 @@ async def chat_completions(request: Request, serving: ServingDep) -> Response:
         include_usage=body.include_usage,
     )
     work = Work(
-        prompts=[[message.plain() for message in body.messages]],
+        prompts=[body.chat()],
         sampling=[sampling],
         request_ids=[answer.id],
     )
     return await openai_reply(serving, request, answer, work, stream=bool(body.stream))
+
+
+@router.post(
+    "/v1/chat/completions/explain",
+    summary="Say how much of a conversation continues its last turn",
+    openapi_extra=request_body(ChatRequest),
+)
+async def explain_prefix(request: Request, serving: ServingDep) -> Response:
+    """Takes the body of a chat request and runs nothing.
+
+    `num_remembered_tokens` of the prompt's `num_tokens` are those of an earlier turn.
+    `divergence` says where and why it leaves the conversation's last turn, null if it does not.
+    """
+    body = await serving.read(request, ChatRequest)
+    serving.model_name(body.model)
+    report = await serving.engine.explain_prefix(body.chat())
+    return json_reply(asdict(report), body.request_id or f"explain-{uuid4().hex}")

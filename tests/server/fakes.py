@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from sapwood.runtime.chat import Chat
 from sapwood.runtime.errors import ContextLengthError, RequestError
 from sapwood.runtime.outputs import (
     CompletionOutput,
@@ -22,6 +23,7 @@ from sapwood.runtime.outputs import (
     TokenLogprobs,
 )
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.turns import Divergence, PrefixReport
 
 T = TypeVar("T")
 
@@ -112,6 +114,11 @@ class FakeEngine:
             async for piece in pieces:
                 yield piece
 
+    async def explain_prefix(self, chat: Chat) -> PrefixReport:
+        num_tokens = len(self._prompt(chat))
+        there = Divergence(position=3, expected_text="a", found_text="b", reason="it differs")
+        return PrefixReport(num_tokens=num_tokens, num_remembered_tokens=2, divergence=there)
+
     async def flush_cache(self) -> None:
         self.num_flushes += 1
         self._seen.clear()
@@ -121,6 +128,8 @@ class FakeEngine:
 
     def _prompt(self, given: Any) -> np.ndarray:
         self.inputs.append(given)
+        if isinstance(given, Chat):
+            given = given.messages
         if isinstance(given, str):
             ids = list(given.encode())
         elif isinstance(given[0], Mapping):

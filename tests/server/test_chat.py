@@ -1,5 +1,6 @@
 import pytest
 
+from sapwood.runtime.chat import ChatOptions
 from tests.server.fakes import ANSWER, FakeEngine
 from tests.server.helpers import chat, error, events, user
 
@@ -100,13 +101,37 @@ async def test_messages_reach_the_engine_in_one_shape(client, engine):
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
     ]
     await client.post(URL, json={"messages": messages})
-    assert engine.inputs == [
-        [
-            {"role": "tool", "name": "f", "content": [{"type": "text", "text": "42"}]},
-            {"role": "assistant", "content": []},
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
-        ]
+    [given] = engine.inputs
+    assert given.options == ChatOptions()
+    assert given.messages == [
+        {"role": "tool", "name": "f", "content": [{"type": "text", "text": "42"}]},
+        {"role": "assistant", "content": []},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
     ]
+
+
+async def test_options_of_the_template_reach_the_engine(client, engine):
+    fields = {"chat_template_kwargs": {"enable_thinking": False}, "continue_final_message": True}
+    await client.post(URL, json=chat(**fields))
+    await client.post(URL, json=chat(add_generation_prompt=False))
+    assert [given.options for given in engine.inputs] == [
+        ChatOptions(**fields),
+        ChatOptions(add_generation_prompt=False),
+    ]
+
+
+async def test_why_a_conversation_is_not_continued_is_told_without_an_answer(client, engine):
+    response = await client.post(f"{URL}/explain", json=chat("hi"))
+    assert response.json() == {
+        "num_tokens": len("user:hi\n"),
+        "num_remembered_tokens": 2,
+        "divergence": {
+            "position": 3, "expected_text": "a", "found_text": "b", "reason": "it differs"
+        },
+    }  # fmt: skip
+    assert not engine.started
+    told = error(await client.post(f"{URL}/explain", json=chat(model="other")), 404)
+    assert told["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +167,8 @@ async def test_fields_that_change_nothing_are_taken(client, engine, fields):
         ("audio", {"voice": "x"}),
         ("reasoning_effort", "high"),
         ("web_search_options", {}),
+        ("documents", [{"text": "x"}]),
+        ("chat_template", "{{ messages }}"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name_with_a_way_out(client, field, value):
@@ -208,6 +235,13 @@ async def test_the_temperature_has_openais_limits(client, temperature):
         ({"stream_options": {"foo": 1}}, "stream_options.foo"),
         ({"stream_options": {}}, "stream_options"),
         ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs"),
         ({"request_id": ""}, "request_id"),
         ({"request_id": "a\nb"}, "request_id"),
         ({"request_id": "r" * 1_000_000}, "request_id"),

@@ -79,7 +79,7 @@ async def test_the_content_type_does_not_matter(client):
 
 async def test_escaped_pairs_and_every_other_character_are_fine(client, engine):
     await client.post(URL, content=with_content(b'"\\ud83d\\ude00 \\u0000 \xf0\x9f\x98\x80"'))
-    assert engine.inputs[0][0]["content"][0]["text"] == "😀 \0 😀"
+    assert engine.inputs[0].messages[0]["content"][0]["text"] == "😀 \0 😀"
 
 
 async def test_a_body_over_the_limit_is_a_413(connect, engine):
