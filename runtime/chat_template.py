@@ -291,7 +291,7 @@ def _to_json(
     return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
 
 
-_NOT_ASCII = re.compile(rf"[^\x00-\x7f{NONCHARACTERS}]+")
+_NOT_ASCII = re.compile(rf"[^\x00-~{NONCHARACTERS}]+")
 
 
 def _escaped(match: re.Match[str]) -> str:

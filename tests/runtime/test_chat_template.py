@@ -1,5 +1,6 @@
 """Chat templates: what transformers would render, and refusals in the template's own words."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.chat_template import ChatTemplate
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.template_meter import RenderLimits
 
 SMOLLM2 = (  # of HuggingFaceTB/SmolLM2-135M-Instruct, Apache-2.0
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -149,3 +151,169 @@ def test_rendering_leaves_the_messages_alone() -> None:
 
 def test_a_template_may_ask_for_the_date() -> None:
     assert render("{{ strftime_now('%Y') }}", CHATS[0]).startswith("2")
+
+
+@pytest.mark.parametrize("content", ["Yes, ", "  Yes,\n", "Yes", "", "a </think> b "])
+@pytest.mark.parametrize(
+    "source",
+    [SMOLLM2, STRICT.replace("[{{ message | tojson }}]", "[{{ message.role }}]")],
+)
+def test_an_open_last_message_is_what_transformers_renders(
+    transformers_tokenizer: Any, source: str, content: str
+) -> None:
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": content}]
+    expected = transformers_tokenizer.apply_chat_template(
+        chat, chat_template=source, tokenize=False, continue_final_message=True
+    )
+    rendered = render(source, chat, continue_final_message=True)
+    assert rendered == expected
+    assert rendered.endswith(content if source == SMOLLM2 else content.strip() or "]")
+
+
+def test_an_open_last_message_has_no_generation_prompt_unless_both_are_asked_for() -> None:
+    assert ChatOptions().opens_an_answer
+    assert not ChatOptions(continue_final_message=True).opens_an_answer
+    assert not ChatOptions(add_generation_prompt=False).opens_an_answer
+    with pytest.raises(RequestError, match="give one of them") as refusal:
+        ChatOptions(add_generation_prompt=True, continue_final_message=True)
+    assert refusal.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages[0].content }}", "{% for m in messages * 2 %}{{ m.content }}{% endfor %}"],
+)
+def test_a_message_that_is_not_written_once_cannot_be_continued(source: str) -> None:
+    with pytest.raises(RequestError, match="no place to continue it") as refusal:
+        render(source, CHATS[1], continue_final_message=True)
+    assert refusal.value.param == "continue_final_message"
+
+
+THINKER = """
+{%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
+{%- set style = 'plain' %}
+{%- for m in messages %}{{ m.content }}{% endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
+{{- style }}{{ pad_token }}{{ bos_token }}{{ strftime_now('') }}
+"""
+
+
+def test_a_template_is_told_the_variables_that_it_reads() -> None:
+    for value, ends in ((True, "plain<s>"), (False, "<think></think>plain<s>")):
+        rendered = render(THINKER, CHATS[0], chat_template_kwargs={"enable_thinking": value})
+        assert rendered.endswith(ends)
+
+
+@pytest.mark.parametrize(
+    "name", ["thinking", "style", "messages", "tools", "bos_token", "pad_token", "strftime_now"]
+)
+def test_a_variable_that_is_not_the_callers_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(RequestError, match="it has custom_tools, enable_thinking") as refusal:
+        render(THINKER, CHATS[0], chat_template_kwargs={name: "x"})
+    assert refusal.value.param == "chat_template_kwargs"
+    with pytest.raises(RequestError, match="it has none"):
+        render(SMOLLM2, CHATS[0], chat_template_kwargs={name: "x"})
+
+
+def test_tools_are_given_to_templates_that_know_them_and_refused_else() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert '"name": "f"' in render(THINKER, CHATS[0], tools=tools)
+    with pytest.raises(RequestError, match="knows no tools") as refusal:
+        render(SMOLLM2, CHATS[0], tools=tools)
+    assert refusal.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "says"),
+    [
+        ({"tools": "f"}, "tools", "list of objects"),
+        ({"tools": [1]}, "tools", "list of objects"),
+        ({"tools": [{"a": "x" * 2_000_000}]}, "tools", "at most"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "an object"),
+        ({"chat_template_kwargs": {1: 1}}, "chat_template_kwargs", "no string"),
+        ({"chat_template_kwargs": {"a": object()}}, "chat_template_kwargs", "no JSON"),
+        ({"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs", "at most"),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs", "surrogate"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt", "true or false"),
+        ({"continue_final_message": None}, "continue_final_message", "true or false"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: Any, param: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as refusal:
+        ChatOptions(**options)
+    assert refusal.value.param == param
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        (nested(100), "nested deeper than 64"),
+        (nested(100_000), "nested deeper than 64"),
+        (object(), "object, which is no JSON"),
+        ({1: 2}, "no string"),
+        ("\ud800", "surrogate"),
+    ],
+)
+def test_a_message_holds_json_of_bounded_depth(field: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as refusal:
+        render(SMOLLM2, [{"role": "user", "content": "x", "extra": field}])
+    assert refusal.value.param == "messages"
+
+
+def call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [{"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ('{"city": "Bern", "days": 2}', "city=Bern days=2 "),
+        ({"city": "Bern"}, "city=Bern "),
+        ("{}", ""),
+        ('["Bern"]', '["Bern"]'),
+        ("{broken", "{broken"),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_arguments_of_tool_calls_are_objects_to_a_template(arguments: Any, seen: str) -> None:
+    source = """
+    {%- set arguments = messages[0].tool_calls[0].function.arguments %}
+    {%- if arguments is string %}{{ arguments }}{% else %}
+    {%- for name, value in arguments.items() %}{{ name }}={{ value }} {% endfor %}{% endif %}"""
+    assert render(source, call(arguments)) == seen
+
+
+def test_deep_arguments_of_tool_calls_are_refused() -> None:
+    with pytest.raises(RequestError, match="nested deeper"):
+        render(SMOLLM2, call('{"a": ' + "[" * 200 + "]" * 200 + "}"))
+
+
+def test_rendering_is_bounded_in_time_and_size() -> None:
+    chat = Chat([{"role": "user", "content": "x" * 200}] * 40)
+    quadratic = "{% for a in messages %}{% for b in messages %}{{ '' }}{% endfor %}{% endfor %}"
+    ticks = itertools.count()
+    slow = template_of(quadratic, limits=RenderLimits(100), clock=lambda: float(next(ticks)))
+    with pytest.raises(RequestError, match="more than 100 s"):
+        slow.render(chat)
+    with pytest.raises(RequestError, match="more than 5000 characters"):
+        template_of(SMOLLM2, limits=RenderLimits(max_chars=5000)).render(chat)
+    assert template_of(quadratic).render(chat).text == ""
+
+
+def test_json_is_what_transformers_makes_of_it(transformers_tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "é 漢 😀 \x7f \\u00e9 <b>"}]
+    for arguments in ("", "ensure_ascii=True", "indent=2", "sort_keys=True"):
+        source = f"{{{{ messages | tojson({arguments}) }}}}"
+        expected = transformers_tokenizer.apply_chat_template(
+            chat, chat_template=source, tokenize=False
+        )
+        assert render(source, chat) == expected
