@@ -30,7 +30,7 @@ from sapwood.runtime.errors import RequestError
 from sapwood.runtime.template_meter import METER, Meter, RenderLimits, metered
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template, nodes
+    from jinja2 import Environment, Template
 
 # Variables that a caller may not set by name: they have fields of their own, or are ours.
 RESERVED = frozenset(
@@ -129,7 +129,8 @@ class ChatTemplate:
         """The names that the template reads and does not set itself. Raises RequestError."""
         from jinja2.meta import find_undeclared_variables
 
-        return frozenset(find_undeclared_variables(self._parsed()))
+        with _named_errors():
+            return frozenset(find_undeclared_variables(self._environment.parse(self.source)))
 
     def _marks(self, values: _Values, options: ChatOptions) -> tuple[str | None, str | None]:
         """The characters that mark quoted control tokens and the end of an open message."""
@@ -192,15 +193,11 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> "Template":
         with _named_errors():
-            return self._environment.from_string(metered(self._parsed()))
+            return metered(self._environment, self.source)
 
     @cached_property
     def _environment(self) -> "Environment":
         return _environment()
-
-    def _parsed(self) -> "nodes.Template":
-        with _named_errors():
-            return self._environment.parse(self.source)
 
 
 @contextmanager

@@ -73,6 +73,8 @@ class ControlTokens:
         heads = {token[i:] for token in self._control for i in range(1, len(token))}
         self._tails = frozenset(tail for tail in tails if not tail.isspace())
         self._heads = frozenset(head for head in heads if not head.isspace())
+        self._last_of_tails = frozenset(tail[-1] for tail in self._tails)
+        self._first_of_heads = frozenset(head[0] for head in self._heads)
         self._max_len = max(map(len, self._control), default=0)
 
     def touch(self, text: str) -> bool:
@@ -110,8 +112,10 @@ class ControlTokens:
     def _edge_places(self, text: str) -> list[int]:
         """Where marks are due for what begins or ends `text`."""
         lengths = range(1, min(self._max_len - 1, len(text)) + 1)
-        places = [len(text) - n for n in lengths if text[-n:] in self._tails]
-        if any(text[:n] in self._heads for n in lengths):
+        places: list[int] = []
+        if text[-1:] in self._last_of_tails:
+            places += (len(text) - n for n in lengths if text[-n:] in self._tails)
+        if text[:1] in self._first_of_heads and any(text[:n] in self._heads for n in lengths):
             places.append(0)
         return places
 

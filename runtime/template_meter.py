@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 from sapwood.runtime.errors import RequestError
 
 if TYPE_CHECKING:
-    from jinja2 import nodes
+    from jinja2 import Environment, Template, nodes
+    from jinja2.runtime import Context
 
 METER = "sapwood_meter"  # the variable that a metered template finds its meter in
+_CALLS_PER_LOOK = 16  # at the clock, which takes longer than all the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,12 @@ class Meter:
         self._limits = limits
         self._clock = clock
         self._deadline = clock() + limits.max_seconds
+        self._num_calls = 0
 
-    def __call__(self, value: Any = None) -> Any:
+    def __call__(self, value: Any) -> Any:
         """`value` as it is. Raises RequestError where a limit is passed."""
-        if self._clock() > self._deadline:
+        self._num_calls += 1
+        if self._num_calls % _CALLS_PER_LOOK == 0 and self._clock() > self._deadline:
             raise RequestError(
                 f"the model's chat template worked on the messages for more than "
                 f"{self._limits.max_seconds:g} s; send fewer or shorter messages",
@@ -75,36 +79,57 @@ class Meter:
             )
 
 
-def metered(template: nodes.Template) -> nodes.Template:
-    """A parsed template with calls of its meter written into it, in place. O(size of template).
+def metered(environment: Environment, source: str) -> Template:
+    """A template whose renderings take a Meter as the variable `METER` and call it.
 
-    Whoever renders it passes the Meter as the variable `METER`.
+    Raises jinja2.TemplateError. O(size of source).
+    """
+    from jinja2 import pass_context
+
+    @pass_context
+    def call_meter(context: Context, value: Any) -> Any:
+        return context.parent[METER](value)
+
+    environment.filters[METER] = call_meter
+    parsed = environment.parse(source)
+    _meter_expressions(parsed)
+    parsed.set_environment(environment)
+    return environment.from_string(parsed)
+
+
+def _meter_expressions(node: nodes.Node) -> None:
+    """Write the meter into all that is below a node of the syntax tree, in place.
+
+    As a filter, since the sandbox calls filters directly and functions at ten times the cost.
     """
     from jinja2 import nodes
 
     costly = (nodes.Call, nodes.Filter, nodes.Concat, nodes.Add, nodes.Mul, nodes.Mod)
-    # Here the syntax tree takes a call or a filter and nothing around it.
-    bare = {(nodes.CallBlock, "call"), (nodes.FilterBlock, "filter"), (nodes.AssignBlock, "filter")}
 
-    def call_meter(lineno: int, *values: nodes.Expr) -> nodes.Call:
-        meter = nodes.Name(METER, "load", lineno=lineno)
-        return nodes.Call(meter, list(values), [], None, None, lineno=lineno)
+    def call_meter(value: nodes.Expr) -> nodes.Filter:
+        return nodes.Filter(value, METER, [], [], None, None, lineno=value.lineno)
 
-    def rewritten(node: nodes.Node, *, is_bare: bool = False) -> nodes.Node:
-        for name, value in node.iter_fields():
-            keeps = (type(node), name) in bare
-            if isinstance(value, nodes.Node):
-                setattr(node, name, rewritten(value, is_bare=keeps))
-            elif isinstance(value, list):
-                items = [rewritten(v) if isinstance(v, nodes.Node) else v for v in value]
-                setattr(node, name, items)
-        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
-            node.body.insert(0, nodes.ExprStmt(call_meter(node.lineno), lineno=node.lineno))
-        if isinstance(node, costly) and not is_bare:
-            return call_meter(node.lineno, node)
-        return node
+    def is_bare(parent: nodes.Node, field: str, child: nodes.Node) -> bool:
+        """Whether `child` has to stay as it is, or is shorter than its parent anyway."""
+        return (
+            (isinstance(parent, nodes.CallBlock) and field == "call")
+            or (isinstance(parent, nodes.FilterBlock | nodes.AssignBlock) and field == "filter")
+            or (isinstance(parent, nodes.Add) and isinstance(child, nodes.Add))
+        )
 
-    rewritten(template)
-    assert template.environment is not None, "the parser sets it"
-    template.set_environment(template.environment)
-    return template
+    def rewritten(parent: nodes.Node, field: str, child: Any) -> Any:
+        if not isinstance(child, nodes.Node):
+            return child
+        _meter_expressions(child)
+        if isinstance(child, costly) and not is_bare(parent, field, child):
+            return call_meter(child)
+        return child
+
+    for name, value in node.iter_fields():
+        if isinstance(value, list):
+            setattr(node, name, [rewritten(node, name, item) for item in value])
+        else:
+            setattr(node, name, rewritten(node, name, value))
+    if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+        turn = call_meter(nodes.Const(None, lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
