@@ -21,21 +21,17 @@ from tokenizers import Tokenizer as Backend
 from sapwood.runtime.chat import Chat, Message
 from sapwood.runtime.chat_template import ChatTemplate, RenderedChat
 from sapwood.runtime.checkpoint_json import field_of, token_ids_of, wrong_field
-from sapwood.runtime.control_tokens import NONCHARACTERS, ControlledText, ControlTokens
+from sapwood.runtime.control_tokens import ControlledText, ControlTokens
+from sapwood.runtime.controlled_encoder import ControlledEncoder
 from sapwood.runtime.errors import RequestError, UnsupportedModelError
 
 TokenIds = NDArray[np.int32]
-Span = tuple[int, int]
-
-_ALIAS = NONCHARACTERS[0]
-_NO_CHARACTER = "\U0010ffff"  # in no vocabulary, unless as bytes
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder, with its end tokens and its chat template.
 
-    Never changed after `from_folder`, but for what it has worked out once; may be used from several
-    threads.
+    Never mutated after `from_folder`; may be used from several threads.
     """
 
     def __init__(
@@ -53,6 +49,7 @@ class Tokenizer:
         self._backend = backend
         self._model_vocab_size = model_vocab_size
         self._added_tokens: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self._controlled = ControlledEncoder(backend)
         control = [token.content for token in self._added_tokens.values() if token.special]
         other = [token.content for token in self._added_tokens.values() if not token.special]
         self._template = (
@@ -60,7 +57,6 @@ class Tokenizer:
             if chat_template
             else None
         )
-        self._splits: dict[str, bool] = {}  # by control token, what `can_split_before` found
         self.eos_token_ids = eos_token_ids
         self.bos_token_id: int | None = backend.token_to_id(special_tokens.get("bos_token", ""))
 
@@ -173,111 +169,15 @@ class Tokenizer:
 
     def encode_controlled(self, content: ControlledText, *, start: int = 0) -> TokenIds:
         """Token ids of a text, from character `start` on, in which only the real control tokens
-        are special tokens. Nothing is put in front or behind.
-
-        For a text with nothing quoted it is `encode`. Raises RequestError where this tokenizer
-        cannot keep the quoted ones apart.
+        are special tokens. Nothing is put in front or behind. Raises RequestError where this
+        tokenizer cannot keep others apart.
         """
-        controls = [span for span in content.controls if span[0] >= start]
-        if content.has_quoted:
-            return self._encode_quoted(content.text, controls, start)
-        token_ids = self.encode(content.text[start:], add_special_tokens=False)
-        expected = [content.text[first:last] for first, last in controls]
-        found = [self._added_tokens[i].content for i in self._control_ids_in(token_ids)]
-        if not _is_subsequence(found, expected):
-            raise _unwanted_control_token()
-        return token_ids
+        return self._controlled.encode(content, start)
 
     def can_split_before(self, control_token: str) -> bool:
         """Whether the tokens of any text are those of the part before this control token followed
         by those of the rest. Tried on a few texts, once per token."""
-        if control_token not in self._splits:
-            self._splits[control_token] = all(
-                np.array_equal(
-                    self.encode(before + control_token + after, add_special_tokens=False),
-                    np.concatenate(
-                        [
-                            self.encode(before, add_special_tokens=False),
-                            self.encode(control_token + after, add_special_tokens=False),
-                        ]
-                    ),
-                )
-                for before in ("a", "a b", "1.")
-                for after in ("", "a b", " a", control_token, "\na")
-            )
-        return self._splits[control_token]
-
-    def _encode_quoted(self, text: str, controls: Sequence[Span], start: int) -> TokenIds:
-        """`encode_controlled`, by a tokenizer that knows the control tokens under an alias only.
-
-        One call for the whole text, so that whatever hangs on a token's neighbours or on its place
-        in the text is as ever.
-        """
-        if _ALIAS in text:
-            raise RequestError(
-                "the messages spell a control token and have the character U+FDD0; leave one out",
-                param="messages",
-            )
-        parts: list[str] = []
-        last = start
-        for first, _ in controls:
-            parts += (text[last:first], _ALIAS)
-            last = first
-        backend, real_ids = self._aliased
-        [encoding] = backend.encode_batch_fast(
-            ["".join((*parts, text[last:]))], add_special_tokens=False
-        )
-        ids = np.array(encoding.ids, dtype=np.int32)
-        aliases = real_ids[ids] != ids
-        token_ids = real_ids[ids]
-        found = [self._added_tokens[i].content for i in token_ids[aliases].tolist()]
-        expected = [text[first:last] for first, last in controls]
-        if found != expected or self._control_ids_in(ids):
-            raise _unwanted_control_token()
-        return token_ids
-
-    def _control_ids_in(self, token_ids: TokenIds) -> list[int]:
-        """The special tokens among ids, without that for unknown characters."""
-        is_control = self._is_control
-        known = token_ids[token_ids < len(is_control)]
-        found: list[int] = known[is_control[known]].tolist()
-        return found
-
-    @cached_property
-    def _is_control(self) -> NDArray[np.bool_]:
-        """For each token id whether it is a special token other than that for the unknown."""
-        special = [i for i, token in self._added_tokens.items() if token.special]
-        table = np.zeros(self.vocab_size, np.bool_)
-        table[special] = True
-        table[self.encode(_NO_CHARACTER, add_special_tokens=False)] = False
-        return table
-
-    @cached_property
-    def _aliased(self) -> tuple[Backend, TokenIds]:
-        """A copy that takes special tokens for text, and knows each of them under its spelling
-        after `_ALIAS`; and the real id of each of its ids. Made at first use: it takes as long as
-        reading tokenizer.json."""
-        backend = Backend.from_str(self._backend.to_str())
-        backend.encode_special_tokens = True
-        special = {i: token for i, token in self._added_tokens.items() if token.special}
-        backend.add_tokens(
-            [
-                AddedToken(
-                    _ALIAS + token.content,
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=False,
-                )
-                for token in special.values()
-            ]
-        )
-        size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        real_ids = np.arange(size, dtype=np.int32)
-        for token_id, token in special.items():
-            real_ids[backend.token_to_id(_ALIAS + token.content)] = token_id
-        return backend, real_ids
+        return self._controlled.can_split_before(control_token)
 
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
@@ -315,20 +215,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token as a person may read it; U+FFFD where it holds a part of a character."""
         return self.token_raw_bytes(token_id).decode(errors="replace")
-
-
-def _unwanted_control_token() -> RequestError:
-    return RequestError(
-        "the messages spell a control token in a way that this model's tokenizer does not keep "
-        "apart from a real one; leave it out or write it differently",
-        param="messages",
-    )
-
-
-def _is_subsequence(items: Sequence[str], of: Sequence[str]) -> bool:
-    """Whether `of` has all `items` in their order."""
-    rest = iter(of)
-    return all(item in rest for item in items)
 
 
 def _check_unicode(text: str) -> None:

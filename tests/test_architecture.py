@@ -79,6 +79,7 @@ TORCH_FREE = (
     "runtime/chat.py",
     "runtime/config.py",
     "runtime/control_tokens.py",
+    "runtime/controlled_encoder.py",
     "runtime/detokenizer.py",
     "runtime/errors.py",
     "runtime/noise.py",
