@@ -98,6 +98,7 @@ class ChatEncoder:
                 prompt=replace(prompt, conversations=prompt.conversations[-1:]),
                 answer=answer,
                 token_ids=np.concatenate([prompt_token_ids, kept]),
+                num_prompt_tokens=len(prompt_token_ids),
                 is_exact=whole is not None,
             )
         )
@@ -117,7 +118,7 @@ class ChatEncoder:
         self, turn: Turn | None, prompt: ChatPrompt, token_ids: TokenIds, rendered: RenderedChat
     ) -> Divergence | None:
         last = self._turns.last_turn(prompt)
-        if last is None or (turn is not None and len(turn.keyed) >= len(last.keyed)):
+        if last is None or (turn is not None and _reaches(turn, last)):
             return None
         return find_divergence(last, prompt, token_ids, rendered.messages, self._spelled)
 
@@ -125,6 +126,12 @@ class ChatEncoder:
         return b"".join(map(self._tokenizer.token_raw_bytes, token_ids.tolist())).decode(
             errors="replace"
         )
+
+
+def _reaches(turn: Turn, last: Turn) -> bool:
+    """Whether a turn that is continued is as good as the conversation's last."""
+    same_messages = turn.prompt.conversations == last.prompt.conversations
+    return same_messages or len(turn.keyed) >= len(last.keyed)
 
 
 def _options_digest(rendered: RenderedChat) -> bytes:

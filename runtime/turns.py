@@ -34,6 +34,7 @@ from sapwood.runtime.control_tokens import REAL
 TokenIds = NDArray[np.int32]
 
 MAX_TURN_TOKENS = 4_000_000  # 16 MB of ids, and about as much of text
+_COMPARED_TURNS = 8  # of those with the same messages
 _SHOWN_TOKENS, _SHOWN_CHARS = 8, 40  # of a divergence, on either side
 
 
@@ -59,6 +60,7 @@ class Turn:
     prompt: ChatPrompt
     answer: str
     token_ids: TokenIds
+    num_prompt_tokens: int
     is_exact: bool
 
     @property
@@ -71,7 +73,8 @@ class Divergence:
     """Where a prompt leaves the tokens of the conversation's last turn.
 
     `position`: how many tokens they have in common. `expected_text` and `found_text`: the next few
-    tokens of the last turn and of the prompt.
+    tokens of the last turn and of the prompt. Of an answer that the prompt does not have nothing is
+    shown: it may have been given to somebody else who asked the same.
     """
 
     position: int
@@ -101,7 +104,7 @@ class TurnMemory:
     max_tokens: int = MAX_TURN_TOKENS
     num_tokens: int = 0
     _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)  # oldest use first
-    _by_conversation: dict[bytes, bytes] = field(default_factory=dict)
+    _by_conversation: dict[bytes, list[bytes]] = field(default_factory=dict)  # newest last
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def remember(self, turn: Turn) -> None:
@@ -112,7 +115,7 @@ class TurnMemory:
         with self._lock:
             self._forget(key)
             self._turns[key] = turn
-            self._by_conversation[turn.prompt.conversations[-1]] = key
+            self._by_conversation.setdefault(turn.prompt.conversations[-1], []).append(key)
             self.num_tokens += len(turn.token_ids)
             while self.num_tokens > self.max_tokens:
                 self._forget(next(iter(self._turns)))
@@ -130,12 +133,15 @@ class TurnMemory:
         return None
 
     def last_turn(self, prompt: ChatPrompt) -> Turn | None:
-        """The latest turn whose messages are the first of `prompt`'s, as many as possible."""
+        """The latest turn whose messages are the first of `prompt`'s, as many as possible.
+
+        Of several (others may have asked the same) the one that has most of its text.
+        """
         with self._lock:
             for conversation in reversed(prompt.conversations):
-                key = self._by_conversation.get(conversation)
-                if key is not None:
-                    return self._turns[key]
+                if keys := self._by_conversation.get(conversation):
+                    turns = [self._turns[key] for key in reversed(keys[-_COMPARED_TURNS:])]
+                    return max(turns, key=lambda turn: _common_text(turn.keyed, prompt.keyed))
         return None
 
     def check(self) -> None:
@@ -145,17 +151,21 @@ class TurnMemory:
             assert self.num_tokens <= self.max_tokens
             for key, turn in self._turns.items():
                 assert key == _digest(turn.prompt.namespace, turn.keyed)
-            for conversation, key in self._by_conversation.items():
-                assert self._turns[key].prompt.conversations[-1] == conversation
+            for conversation, keys in self._by_conversation.items():
+                assert keys
+                for key in keys:
+                    assert self._turns[key].prompt.conversations[-1] == conversation
+            assert sum(map(len, self._by_conversation.values())) == len(self._turns)
 
     def _forget(self, key: bytes) -> None:
         turn = self._turns.pop(key, None)
         if turn is None:
             return
         self.num_tokens -= len(turn.token_ids)
-        conversation = turn.prompt.conversations[-1]
-        if self._by_conversation.get(conversation) == key:
-            del self._by_conversation[conversation]
+        keys = self._by_conversation[turn.prompt.conversations[-1]]
+        keys.remove(key)
+        if not keys:
+            del self._by_conversation[turn.prompt.conversations[-1]]
 
 
 def conversation_digests(
@@ -184,20 +194,41 @@ def find_divergence(
     num_shared = prompt.conversations.index(turn.prompt.conversations[-1]) + 1
     asks_again = num_shared == len(messages)
     expected = turn.prompt.keyed if asks_again else turn.keyed
-    place = _common_length(np.frombuffer(expected, np.uint8), np.frombuffer(prompt.keyed, np.uint8))
+    place = _common_text(expected, prompt.keyed)
     if asks_again and place == len(expected):
         return None
-    position = _common_length(turn.token_ids, token_ids)
     if asks_again:
         reason = _prompt_reason(turn, prompt)
     else:
         reason = _reason(turn, prompt, place, messages[num_shared], f"messages[{num_shared}]")
-    ahead = spell(turn.token_ids[position : position + _SHOWN_TOKENS])
+    position = _common_length(turn.token_ids, token_ids)
     return Divergence(
         position=position,
-        expected_text=ahead or turn.answer[:_SHOWN_CHARS],
+        expected_text=_expected_text(turn, position, messages[num_shared:], spell),
         found_text=spell(token_ids[position : position + _SHOWN_TOKENS]),
         reason=reason,
+    )
+
+
+def _expected_text(
+    turn: Turn,
+    position: int,
+    later: Sequence[Mapping[str, Any]],
+    spell: Callable[[TokenIds], str],
+) -> str:
+    """What a turn has from a token on, as far as `later` messages show that it is known."""
+    end = position + _SHOWN_TOKENS
+    if not _has_answer(turn, later):
+        return spell(turn.token_ids[position : min(end, turn.num_prompt_tokens)])
+    return spell(turn.token_ids[position:end]) or turn.answer[:_SHOWN_CHARS]
+
+
+def _has_answer(turn: Turn, later: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the next message is the turn's answer, but for white space around it."""
+    return (
+        bool(later)
+        and later[0]["role"] == "assistant"
+        and later[0]["content"].strip() == turn.answer.strip()
     )
 
 
@@ -212,7 +243,7 @@ def _reason(
             return f"{where} is not the assistant's answer"
         return _prompt_reason(turn, prompt)
     content = next_message["content"]
-    if not is_answer or content.strip() != turn.answer.strip():
+    if not _has_answer(turn, [next_message]):
         return f"{where} is not the answer that was given"
     if content != turn.answer:
         return f"{where} has the answer with other white space around it"
@@ -234,6 +265,10 @@ def _prompt_reason(turn: Turn, prompt: ChatPrompt) -> str:
         "the template renders the earlier messages differently than in the last turn (it leaves "
         "out or rewrites what is no longer the last message, or it writes the date)"
     )
+
+
+def _common_text(a: bytes, b: bytes) -> int:
+    return _common_length(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8))
 
 
 def _common_length(a: NDArray[Any], b: NDArray[Any]) -> int:

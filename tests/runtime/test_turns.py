@@ -240,6 +240,26 @@ def test_the_last_turn_is_explained_though_an_earlier_one_is_continued(
     assert encoded.divergence.reason == "messages[3] is not the answer that was given"
 
 
+def test_a_turn_of_one_who_asked_the_same_is_no_divergence(chats: Conversations) -> None:
+    for text in ("he", "the", "the the the", "a"):
+        chats.answer([user("hi")], chats.letters(text), text)
+    for text in ("he", "the", "the the the", "a"):
+        encoded = chats.encode([user("hi"), assistant(text), user("x")])
+        assert encoded.divergence is None
+    found = chats.encode([user("hi"), assistant("he "), user("x")]).divergence
+    assert found is not None and "other white space" in found.reason
+
+
+@pytest.mark.parametrize("later", [[assistant("x"), user("y")], [user("y")]])
+def test_an_answer_given_to_another_is_not_shown(
+    chats: Conversations, later: list[dict[str, Any]]
+) -> None:
+    chats.answer([user("hi")], chats.letters("secret"), "secret")
+    found = chats.encode([user("hi"), *later]).divergence
+    assert found is not None
+    assert found.expected_text in ("", "assistant ")
+
+
 def turn_of(keyed: str, num_tokens: int = 3, *, is_exact: bool = True, name: str = "") -> Turn:
     """A turn whose text is its prompt's; `name` tells conversations apart."""
     prompt = ChatPrompt(
@@ -249,7 +269,9 @@ def turn_of(keyed: str, num_tokens: int = 3, *, is_exact: bool = True, name: str
         namespace=(),
     )
     ids = np.arange(num_tokens, dtype=np.int32)
-    return Turn(prompt=prompt, answer="", token_ids=ids, is_exact=is_exact)
+    return Turn(
+        prompt=prompt, answer="", token_ids=ids, num_prompt_tokens=num_tokens, is_exact=is_exact
+    )
 
 
 def recall(memory: TurnMemory, text: str) -> Turn | None:
