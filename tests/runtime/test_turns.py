@@ -405,6 +405,18 @@ def test_every_way_to_an_answer_remembers_it(tiny_model: Path, way: str) -> None
     assert asyncio.run(answer_asynchronously()) == num_tokens
 
 
+def test_each_of_several_answers_can_be_continued(tiny_model: Path) -> None:
+    with Engine(str(tiny_model), num_kv_blocks=64) as engine:
+        sampling = SamplingParams(n=4, seed=1, max_tokens=2, ignore_eos=True)
+        [output] = engine.generate([user("hi")], sampling)
+        texts = {answer.text for answer in output.outputs if "\ufffd" not in answer.text}
+        assert len(texts) > 1
+        for text in texts:
+            report = engine.explain_prefix([user("hi"), assistant(text), user("x")])
+            assert report.num_remembered_tokens == len(output.prompt_token_ids) + 2
+            assert report.divergence is None
+
+
 def text_of(pieces: Sequence[RequestOutput]) -> str:
     return "".join(piece.outputs[0].text for piece in pieces)
 
