@@ -259,7 +259,7 @@ class CpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
             return functional.rms_norm(x, weight.shape, weight, eps)
-        if self._native is not None and x.dim() == 2 and x.is_contiguous():
+        if self._native is not None and x.dim() in (2, 3) and _has_whole_rows(x):
             return self._native.rms_norm(x, weight, eps)
         # Half the operations of torch's own, which matters for few rows.
         scale = (x * x).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
@@ -267,19 +267,23 @@ class CpuKernels:
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self._native is not None and heads.dtype == torch.float32 and _has_whole_rows(heads):
-            return self._native.rotary(heads, cos, sin)
-        partner = heads.roll(heads.shape[-1] // 2, dims=-1)
-        return torch.addcmul(heads * cos, partner, sin).to(heads.dtype)
+            return self._native.rotary(heads, cos.contiguous(), sin.contiguous())
+        rotary_dim = cos.shape[-1]
+        turning = heads[..., :rotary_dim]
+        partner = turning.roll(rotary_dim // 2, dims=-1)
+        turned = torch.addcmul(turning * cos, partner, sin).to(heads.dtype)
+        if rotary_dim == heads.shape[-1]:
+            return turned
+        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if (
             self._native is not None
-            and activation is Activation.SILU
             and gate_up.dtype == torch.float32
             and gate_up.dim() == 2
             and gate_up.is_contiguous()
         ):
-            return self._native.silu_and_mul(gate_up)
+            return self._native.activate_and_mul(gate_up, activation)
         gate, up = gate_up.chunk(2, dim=-1)
         match activation:
             case Activation.SILU:
@@ -333,11 +337,8 @@ class CpuKernels:
         *,
         activation: Activation = Activation.SILU,
     ) -> Tensor:
-        if (
-            isinstance(packed, (Float32Projection, Int8Projection))
-            and activation is Activation.SILU
-        ):
-            return linear(self._own_native(), gate_up, packed, residual, is_gated=True)
+        if isinstance(packed, (Float32Projection, Int8Projection)):
+            return linear(self._own_native(), gate_up, packed, residual, activation=activation)
         return self.linear(self.activate_and_mul(gate_up, activation), packed, residual)
 
     def _own_native(self) -> Native:
@@ -365,8 +366,8 @@ def _unlike(query: Tensor, key: Tensor) -> str:
 
 
 def _has_whole_rows(*tensors: Tensor) -> bool:
-    """Whether each row of these [rows, heads, dim] is contiguous."""
-    return all(t.stride(2) == 1 and t.stride(1) == t.shape[2] for t in tensors)
+    """Whether each row of these [rows, n] or [rows, heads, dim] is contiguous."""
+    return all(t.stride(-1) == 1 and (t.dim() == 2 or t.stride(1) == t.shape[2]) for t in tensors)
 
 
 def _attend_natively(

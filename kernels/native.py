@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sapwood.kernels.interface import Activation
 from sapwood.kernels.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,14 @@ _BUILD_SECONDS = 180
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
 _MAX_CUTS = 16  # likewise
 TOKENS_PER_BLOCK = 128  # TOKENS of attention.c
+_UNGATED = 0  # of common.h, as the numbers of the activations
+_ACTIVATIONS = MappingProxyType({Activation.SILU: 1, Activation.GELU_TANH: 2})
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ROWS = (_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT)  # x, norm, eps, is_gated, rows, inputs
+_ROWS = (_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT)  # x, norm, eps, activation, rows, inputs
 _HEADS = (_POINTER, _INT, _POINTER, _POINTER, _INT)  # query, its stride, keys, values, is_bf16
 _SIGNATURES = MappingProxyType(
     {
-        "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
+        "rms_norm": (_POINTER, _INT, _POINTER, _FLOAT, *(_INT,) * 3, _POINTER),
         "float32_num_floats": (_INT, _INT),
         "float32_pack": (_POINTER, _INT, _INT, _POINTER),
         "float32_linear": (*_ROWS, _POINTER, _INT, *(_POINTER,) * 3),
@@ -57,8 +60,8 @@ _SIGNATURES = MappingProxyType(
         "int8_pack": (_POINTER, _INT, _INT, _INT, _POINTER),
         "int8_unpack": (_POINTER, _INT, _INT, _INT, _POINTER),
         "int8_linear": (*_ROWS, _POINTER, *(_INT,) * 3, *(_POINTER,) * 3),
-        "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
-        "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
+        "activate_and_mul": (_POINTER, *(_INT,) * 3, _POINTER),
+        "rotary": (_POINTER, *(_INT,) * 5, *(_POINTER,) * 3),
         "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
         "attend_rows": (*_HEADS, *(_POINTER,) * 6, *(_INT,) * 5, _FLOAT, *(_POINTER,) * 2),
         "attend_tails": (*_HEADS, *(_POINTER,) * 5, *(_INT,) * 4, _FLOAT, *(_POINTER,) * 5),
@@ -147,7 +150,7 @@ class Native:
             self._int8_pack,
             self._int8_unpack,
             self._int8_linear,
-            self._silu_and_mul,
+            self._activate_and_mul,
             self._rotary,
             self._write_kv,
             self._attend_rows,
@@ -157,10 +160,19 @@ class Native:
         self._has_bf16 = bool(has_bf16())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [rows, n]."""
-        out = torch.empty_like(x)
-        rows, n = x.shape
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
+        """Over the last axis of x [rows, n] or [rows, num_heads, n], its rows any stride apart."""
+        out = x.new_empty(x.shape)
+        num_heads = 1 if x.dim() == 2 else x.shape[1]
+        self._rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            eps,
+            len(x),
+            num_heads,
+            x.shape[-1],
+            out.data_ptr(),
+        )
         return out
 
     def float32_pack(self, weight: Tensor, take: Take) -> Tensor:
@@ -173,7 +185,7 @@ class Native:
         self,
         x: Tensor,
         norm: tuple[Tensor, float] | None,
-        is_gated: bool,
+        activation: Activation | None,
         num_inputs: int,
         packed: Tensor,
         bias: Tensor | None,
@@ -182,7 +194,7 @@ class Native:
     ) -> None:
         """Fill out [rows, out]; see float32.c. `norm` is a weight [in] and an epsilon."""
         status = self._float32_linear(
-            *_rows(x, norm, is_gated, num_inputs),
+            *_rows(x, norm, activation, num_inputs),
             packed.data_ptr(),
             out.shape[1],
             None if bias is None else bias.data_ptr(),
@@ -211,7 +223,7 @@ class Native:
         self,
         x: Tensor,
         norm: tuple[Tensor, float] | None,
-        is_gated: bool,
+        activation: Activation | None,
         num_inputs: int,
         packed: Tensor,
         num_bits: int,
@@ -222,7 +234,7 @@ class Native:
     ) -> None:
         """Fill out [rows, out]; see int8.c. `norm` is a weight [in] and an epsilon."""
         status = self._int8_linear(
-            *_rows(x, norm, is_gated, num_inputs),
+            *_rows(x, norm, activation, num_inputs),
             packed.data_ptr(),
             num_bits,
             out.shape[1],
@@ -234,15 +246,17 @@ class Native:
         if status:
             raise MemoryError(f"no memory to round {len(x)} rows of {num_inputs} inputs")
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """gate_up [rows, 2 n]."""
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, n)
-        self._silu_and_mul(gate_up.data_ptr(), rows, n, out.data_ptr())
+        self._activate_and_mul(
+            gate_up.data_ptr(), _ACTIVATIONS[activation], rows, n, out.data_ptr()
+        )
         return out
 
     def rotary(self, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """heads [rows, num_heads, dim], its rows any stride apart."""
+        """heads [rows, num_heads, dim], its rows any stride apart; the others contiguous."""
         rows, num_heads, dim = heads.shape
         out = heads.new_empty(rows, num_heads, dim)
         self._rotary(
@@ -251,6 +265,7 @@ class Native:
             rows,
             num_heads,
             dim,
+            cosines.shape[-1],
             cosines.data_ptr(),
             sines.data_ptr(),
             out.data_ptr(),
@@ -353,10 +368,11 @@ class Native:
 
 
 def _rows(
-    x: Tensor, norm: tuple[Tensor, float] | None, is_gated: bool, num_inputs: int
-) -> tuple[int, int | None, float, bool, int, int]:
+    x: Tensor, norm: tuple[Tensor, float] | None, activation: Activation | None, num_inputs: int
+) -> tuple[int, int | None, float, int, int, int]:
     weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-    return x.data_ptr(), weight, eps, is_gated, len(x), num_inputs
+    number = _UNGATED if activation is None else _ACTIVATIONS[activation]
+    return x.data_ptr(), weight, eps, number, len(x), num_inputs
 
 
 def _heads(query: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int, int, bool]:

@@ -143,9 +143,11 @@ class ReferenceKernels:
         return weight * scaled.to(x.dtype)
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        exact = heads.to(torch.float32)
-        partner = exact.roll(heads.shape[-1] // 2, dims=-1)
-        return (exact * cos + partner * sin).to(heads.dtype)
+        rotary_dim = cos.shape[-1]
+        exact = heads[..., :rotary_dim].to(torch.float32)
+        partner = exact.roll(rotary_dim // 2, dims=-1)
+        turned = (exact * cos + partner * sin).to(heads.dtype)
+        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

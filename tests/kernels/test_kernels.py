@@ -349,6 +349,20 @@ def test_rms_norm_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -> No
     assert_close(result, expected)
 
 
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_rms_norm_takes_the_heads_of_a_part_of_each_row(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    wide, weight = random_numbers(5, 9, 16, seed=1, dtype=dtype), random_numbers(16, seed=2)
+    heads, before = wide[:, 2:5], wide.clone()
+    exact = heads.double()
+    scaled = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    result = kernels.rms_norm(heads, weight.to(dtype), 1e-5)
+    assert result.dtype == dtype
+    assert_close(result, scaled * weight.to(dtype).double())
+    assert torch.equal(wide, before)
+
+
 def test_rms_norm_does_not_overflow_in_float16(kernels: Kernels) -> None:
     x = torch.full((1, 32), 3000.0, dtype=torch.float16)
     assert_close(kernels.rms_norm(x, torch.ones(32, dtype=torch.float16), 1e-5), torch.ones(1, 32))
@@ -372,13 +386,41 @@ def test_rotary_turns_the_coordinates_of_each_frequency(
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
-def test_silu_and_mul_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_rotary_turns_the_first_dimensions_and_leaves_the_others(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    wide = random_numbers(5, 6, 20, seed=1, dtype=dtype)
+    heads, before = wide[:, 1:4], wide.clone()
+    angles = random_numbers(5, 1, 4, seed=2)
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
+    sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    result = kernels.rotary(heads, cos, sin)
+    assert result.dtype == dtype
+    assert torch.equal(result[..., 8:], heads[..., 8:])
+    narrow = heads[..., :8].double().contiguous()
+    assert_close(
+        result[..., :8], narrow * cos + torch.cat((narrow[..., 4:], narrow[..., :4]), -1) * sin
+    )
+    assert torch.equal(wide, before)
+
+
+def formula(activation: Activation, gate: Tensor) -> Tensor:
+    if activation is Activation.SILU:
+        return gate / (1 + (-gate).exp())
+    return gate / 2 * (1 + ((gate + 0.044715 * gate**3) * (2 / torch.pi) ** 0.5).tanh())
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_activate_and_mul_equals_its_formula(
+    kernels: Kernels, dtype: torch.dtype, activation: Activation
+) -> None:
     gate_up = random_numbers(5, 64, seed=1, dtype=dtype)
     before = gate_up.clone()
     gate, up = gate_up.double().chunk(2, dim=-1)
-    result = kernels.activate_and_mul(gate_up, Activation.SILU)
+    result = kernels.activate_and_mul(gate_up, activation)
     assert result.dtype == dtype
-    assert_close(result, gate / (1 + (-gate).exp()) * up)
+    assert_close(result, formula(activation, gate) * up)
     assert (gate_up == before).all()
 
 
@@ -407,8 +449,15 @@ def test_fused_linears_are_their_two_parts(
     packed = kernels.pack_linear(random_numbers(40, 24, seed=5).to(dtype))
     normed = kernels.linear(kernels.rms_norm(x, norm, 1e-5), packed)
     assert_close(kernels.norm_linear(x, norm, 1e-5, packed), normed)
-    gated = kernels.linear(kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual)
-    assert_close(kernels.gated_linear(gate_up, packed, residual), gated)
+    for activation in Activation:
+        gated = kernels.activate_and_mul(gate_up, activation)
+        for added in (residual, None):
+            assert_close(
+                kernels.gated_linear(gate_up, packed, added, activation=activation),
+                kernels.linear(gated, packed, added),
+            )
+    silu = kernels.linear(kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual)
+    assert_close(kernels.gated_linear(gate_up, packed, residual), silu)
 
 
 def test_linear_takes_only_what_the_same_backend_packed(kernels: Kernels) -> None:

@@ -2,6 +2,8 @@
 
 import logging
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment, load_kernels, native
 from sapwood.kernels.cpu import NativeAttention, TorchAttention
-from sapwood.kernels.interface import Kernels, KVCacheSpec
+from sapwood.kernels.interface import Activation, Kernels, KVCacheSpec
 from sapwood.kernels.native import Native
 
 BLOCK_SIZE = 16
@@ -142,11 +144,20 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch(functions: Native, sh
     assert torch.equal(few, together[:3])
 
 
-def test_silu_holds_at_the_ends(functions: Native) -> None:
+@pytest.mark.parametrize(
+    ("activation", "exact"),
+    [
+        (Activation.SILU, torch.nn.functional.silu),
+        (Activation.GELU_TANH, partial(torch.nn.functional.gelu, approximate="tanh")),
+    ],
+)
+def test_activations_hold_at_the_ends(
+    functions: Native, activation: Activation, exact: Callable[[Tensor], Tensor]
+) -> None:
     x = torch.tensor([[-1e4, -100.0, -20.0, -1.0, 0.0, 1.0, 20.0, 1e4, torch.nan]])
     up = torch.full_like(x, 2.0)
-    actual = functions.silu_and_mul(torch.cat((x, up), dim=1))
-    expected = torch.nn.functional.silu(x) * up
+    actual = functions.activate_and_mul(torch.cat((x, up), dim=1), activation)
+    expected = exact(x.double()).float() * up
     torch.testing.assert_close(actual, expected, equal_nan=True, atol=1e-7, rtol=1e-6)
 
 
