@@ -385,6 +385,11 @@ def _heads(query: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int, 
     )
 
 
+def has_whole_rows(*tensors: Tensor) -> bool:
+    """Whether each row of these [rows, n] or [rows, heads, dim] is contiguous."""
+    return all(t.stride(-1) == 1 and (t.dim() == 2 or t.stride(1) == t.shape[2]) for t in tensors)
+
+
 def load() -> Native | None:
     """The functions, built first if they are not in the user's cache, which takes seconds."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")

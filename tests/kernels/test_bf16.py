@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment, load_kernels, native
-from sapwood.kernels.cpu import CpuKernels, NativeAttention
+from sapwood.kernels.cpu import CpuKernels
 from sapwood.kernels.interface import KVCache, KVCacheSpec
+from sapwood.kernels.native_attention import NativeAttention
 
 BLOCK_SIZE = 16
 ROUNDING = 2.0**-9

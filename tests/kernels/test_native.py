@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment, load_kernels, native
-from sapwood.kernels.cpu import NativeAttention, TorchAttention
 from sapwood.kernels.interface import Activation, Kernels, KVCacheSpec
 from sapwood.kernels.native import Native
+from sapwood.kernels.native_attention import NativeAttention
+from sapwood.kernels.torch_attention import TorchAttention
 
 BLOCK_SIZE = 16
 
