@@ -8,6 +8,7 @@ half the bytes and twice the rate, and of its rounding nothing shows beside int8
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from sapwood.kernels.projections import (
     pack_float32,
     pack_int8,
 )
-from sapwood.kernels.reference import ReferenceAttention, ReferenceKernels
+from sapwood.kernels.reference import ReferenceKernels
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.kernels.torch_attention import TorchAttention, attend_with_torch, plan_torch
 
@@ -89,12 +90,11 @@ class CpuKernels:
 
     def plan_attention(
         self, plan: AttentionPlan, spec: KVCacheSpec
-    ) -> TorchAttention | NativeAttention | ReferenceAttention:
-        if spec.windows != {None}:
-            return self._reference.plan_attention(plan, spec)
+    ) -> TorchAttention | NativeAttention:
         if self._attends_natively(spec.dtype, spec.head_dim):
-            return plan_native(plan)
-        return plan_torch(plan)
+            return plan_native(plan, spec.windows)
+        reference = partial(self._reference.plan_attention, plan, spec)
+        return plan_torch(plan, spec.windows, reference)
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         keys, values = kv.keys[layer], kv.values[layer]
@@ -120,24 +120,31 @@ class CpuKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        has_extras = softcap is not None or sinks is not None
-        if has_extras and isinstance(prepared, TorchAttention | NativeAttention):
-            prepared = self._reference.plan_attention(prepared.plan, kv.spec)
-        if isinstance(prepared, ReferenceAttention):
-            return self._reference.attention(
-                query, kv, layer, prepared, scale, softcap=softcap, sinks=sinks
-            )
-        key, value = kv.keys[layer], kv.values[layer]
+        key, value, window = kv.keys[layer], kv.values[layer], kv.spec.window(layer)
         if isinstance(prepared, NativeAttention):
             fits = self._attends_natively(key.dtype, key.shape[2])
             if not fits or query.dtype not in (torch.float32, key.dtype):
                 raise TypeError(_unlike(query, key))
-            return attend_natively(self._own_native(), prepared, query, key, value, scale)
+            return attend_natively(
+                self._own_native(),
+                prepared.calls_by_window[window],
+                query,
+                key,
+                value,
+                scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
         if not isinstance(prepared, TorchAttention):
             raise TypeError(f"expected a prepared attention, got {type(prepared).__name__}")
         if query.dtype != key.dtype:
             raise TypeError(_unlike(query, key))
-        return attend_with_torch(prepared, query, key, value, scale)
+        if softcap is not None:
+            return self._reference.attention(
+                query, kv, layer, prepared.reference(), scale, softcap=softcap, sinks=sinks
+            )
+        calls = prepared.calls_by_window[window]
+        return attend_with_torch(calls, query, key, value, scale, sinks=sinks)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:

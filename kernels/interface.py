@@ -92,7 +92,8 @@ class PreparedAttention(Protocol):
 
     @property
     def num_kv_tokens_read(self) -> int:
-        """Tokens whose keys and values one layer's attention reads, repetitions counted."""
+        """Tokens whose keys and values attention reads in one layer, repetitions counted: in one
+        with the widest window, or without any, where layers differ."""
         ...
 
 

@@ -44,6 +44,7 @@ _BUILD_SECONDS = 180
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
 _MAX_CUTS = 16  # likewise
 TOKENS_PER_BLOCK = 128  # TOKENS of attention.c
+_NOTHING_SEEN = -1e38  # likewise
 _UNGATED = 0  # of common.h, as the numbers of the activations
 _ACTIVATIONS = MappingProxyType({Activation.SILU: 1, Activation.GELU_TANH: 2})
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -63,8 +64,9 @@ _SIGNATURES = MappingProxyType(
         "activate_and_mul": (_POINTER, *(_INT,) * 3, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 5, *(_POINTER,) * 3),
         "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
-        "attend_rows": (*_HEADS, *(_POINTER,) * 6, *(_INT,) * 5, _FLOAT, *(_POINTER,) * 2),
-        "attend_tails": (*_HEADS, *(_POINTER,) * 5, *(_INT,) * 4, _FLOAT, *(_POINTER,) * 5),
+        "attend_rows": (*_HEADS, *(_POINTER,) * 7, *(_INT,) * 5, _FLOAT, _FLOAT, *(_POINTER,) * 2),
+        "attend_tails": (*_HEADS, *(_POINTER,) * 5, *(_INT,) * 4, _FLOAT, _FLOAT, *(_POINTER,) * 5),
+        "add_sinks": (_POINTER, _POINTER, *(_INT,) * 3, _POINTER),
         "has_bf16": (),
     }
 )
@@ -84,13 +86,15 @@ _WITH_RESULT = frozenset(
 class RowSegments:
     """Segments of which no two have a row in common.
 
-    Segment s is the query rows `rows[first_rows[s] : first_rows[s + 1]]`, each over the first
-    `seen` of the slots from `first_slots[s]` on. `is_first` [num_segments] says that its rows have
-    seen nothing before, `is_last` that they see nothing after. All tensors int64.
+    Segment s is the query rows `rows[first_rows[s] : first_rows[s + 1]]`. Of the slots from
+    `first_slots[s]` on each sees those from `begins` (None: the first) up to `ends`, one at least.
+    `is_first` [num_segments] says that its rows have no state yet, `is_last` that they see nothing
+    after. All tensors int64.
     """
 
     rows: Tensor
-    seen: Tensor
+    begins: Tensor | None
+    ends: Tensor
     slots: Tensor
     first_rows: Tensor
     first_slots: Tensor
@@ -118,13 +122,25 @@ Take = Callable[[int], Tensor]  # of a number of bytes, uint8 from the start of 
 
 
 class AttentionState(NamedTuple):
-    """What rows have of the tokens so far; undefined before the first, results after the last.
+    """What rows have of the tokens so far; results after the last.
 
     sums [T, Hq, D] of weighted values; totals [T, Hq, 2], exponents and sums of weights. float32.
     """
 
     sums: Tensor
     totals: Tensor
+
+    @classmethod
+    def undefined(cls, query: Tensor) -> AttentionState:
+        """For rows of which each segment and tail says which have seen nothing before."""
+        return cls(query.new_empty(query.shape), query.new_empty(*query.shape[:2], 2))
+
+    @classmethod
+    def of_nothing(cls, query: Tensor) -> AttentionState:
+        """For rows that begin wherever it may be."""
+        totals = query.new_zeros(*query.shape[:2], 2)
+        totals[..., 0] = _NOTHING_SEEN
+        return cls(query.new_zeros(query.shape), totals)
 
 
 class Native:
@@ -155,6 +171,7 @@ class Native:
             self._write_kv,
             self._attend_rows,
             self._attend_tails,
+            self._add_sinks,
             has_bf16,
         ) = functions
         self._has_bf16 = bool(has_bf16())
@@ -306,6 +323,7 @@ class Native:
         values: Tensor,
         segments: RowSegments,
         scale: float,
+        softcap: float | None,
         state: AttentionState,
     ) -> None:
         """Go on with the segments' rows in `state`.
@@ -317,7 +335,8 @@ class Native:
         self._attend_rows(
             *_heads(query, keys, values),
             segments.rows.data_ptr(),
-            segments.seen.data_ptr(),
+            None if segments.begins is None else segments.begins.data_ptr(),
+            segments.ends.data_ptr(),
             segments.slots.data_ptr(),
             segments.first_rows.data_ptr(),
             segments.first_slots.data_ptr(),
@@ -328,6 +347,7 @@ class Native:
             query.shape[1] // num_kv_heads,
             dim,
             scale,
+            softcap or 0.0,
             state.sums.data_ptr(),
             state.totals.data_ptr(),
         )
@@ -339,9 +359,13 @@ class Native:
         values: Tensor,
         tails: Tails,
         scale: float,
+        softcap: float | None,
         state: AttentionState,
-    ) -> None:
-        """Finish single rows in `state`; the rest as in `attend_rows`."""
+    ) -> Tensor:
+        """Finish single rows in the sums of `state`; the rest as in `attend_rows`.
+
+        Returns their totals [num_parts, Hq, 2], which are not stored.
+        """
         num_kv_heads, dim = keys.shape[1:]
         num_blocks, num_heads = tails.num_blocks, query.shape[1]
         weights = query.new_empty(num_blocks, num_heads, TOKENS_PER_BLOCK)
@@ -359,11 +383,19 @@ class Native:
             num_heads // num_kv_heads,
             dim,
             scale,
+            softcap or 0.0,
             state.sums.data_ptr(),
             state.totals.data_ptr(),
             weights.data_ptr(),
             exponents.data_ptr(),
             running.data_ptr(),
+        )
+        return running[:, :, 0]
+
+    def add_sinks(self, state: AttentionState, sinks: Tensor) -> None:
+        """Results in `state` beside one more token of each head, of score sinks [Hq], no value."""
+        self._add_sinks(
+            state.totals.data_ptr(), sinks.data_ptr(), *state.sums.shape, state.sums.data_ptr()
         )
 
 

@@ -11,8 +11,9 @@ A row's bits depend on the tokens that it sees alone, not on how they are cut (c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -27,113 +28,139 @@ from sapwood.kernels.native import (
     Tails,
     has_whole_rows,
 )
-from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment, slots_of
+from sapwood.kernels.segments import AttentionPlan, PrivateSegment, slots_of
+from sapwood.kernels.windows import SeenSegment, narrowed, seen_private, seen_shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCalls:
+    """What rows see through one window as calls of native code: `segments` in order, then `tails`.
+
+    `is_windowed`: a row may begin in any segment, so that its state has to be defined before.
+    """
+
+    segments: tuple[RowSegments, ...]
+    tails: Tails | None
+    is_windowed: bool
+    num_kv_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class NativeAttention:
-    """A plan as calls of native code: `segments` in this order, then `tails`."""
+    """A plan as calls, for each of the layers' windows."""
 
-    plan: AttentionPlan
-    segments: tuple[RowSegments, ...]
-    tails: Tails | None
-    num_kv_tokens_read: int
+    calls_by_window: Mapping[int | None, NativeCalls]
 
-
-def plan_native(plan: AttentionPlan) -> NativeAttention:
-    """The calls for a plan."""
-    # Shared segments below each other in the tree are one call after the other, others one call.
-    levels: list[list[SharedSegment]] = []
-    level_of_row = np.zeros(plan.num_rows, dtype=np.int64)
-    for shared in sorted(plan.shared, key=lambda segment: segment.start):
-        level = int(level_of_row[shared.rows].max())
-        level_of_row[shared.rows] = level + 1
-        if level == len(levels):
-            levels.append([])
-        levels[level].append(shared)
-    calls = [
-        _row_segments(
-            level,
-            [s.rows.astype(np.int64) for s in level],
-            [np.full(len(s.rows), s.length) for s in level],
-            plan.block_size,
-            is_last=False,
-        )
-        for level in levels
-    ]
-    several = [private for private in plan.private if private.num_rows > 1]
-    if several:
-        rows = [np.arange(s.first_row, s.first_row + s.num_rows) for s in several]
-        seen = [np.arange(s.length - s.num_rows + 1, s.length + 1) for s in several]
-        calls.append(_row_segments(several, rows, seen, plan.block_size, is_last=True))
-    single = [private for private in plan.private if private.num_rows == 1]
-    return NativeAttention(
-        plan=plan,
-        segments=tuple(calls),
-        tails=_tails(single, plan.block_size) if single else None,
-        num_kv_tokens_read=plan.num_kv_tokens,
-    )
+    @property
+    def num_kv_tokens_read(self) -> int:
+        return max(calls.num_kv_tokens for calls in self.calls_by_window.values())
 
 
-def _row_segments(
-    segments: Sequence[SharedSegment | PrivateSegment],
-    rows: Sequence[NDArray[np.int64]],
-    seen: Sequence[NDArray[np.int64]],
-    block_size: int,
-    *,
-    is_last: bool,
-) -> RowSegments:
-    """`rows` and `seen` of each of `segments`."""
-    slots = [slots_of(segment.block_ids, block_size, segment.length) for segment in segments]
-    return RowSegments(
-        rows=torch.from_numpy(np.concatenate(rows)),
-        seen=torch.from_numpy(np.concatenate(seen)),
-        slots=torch.from_numpy(np.concatenate(slots)),
-        first_rows=torch.from_numpy(_bounds(rows)),
-        first_slots=torch.from_numpy(_bounds(slots)),
-        is_first=torch.tensor([int(segment.start == 0) for segment in segments]),
-        is_last=is_last,
-    )
-
-
-def _tails(segments: Sequence[PrivateSegment], block_size: int) -> Tails:
-    """Of segments of one row each."""
-    slots = [slots_of(segment.block_ids, block_size, segment.length) for segment in segments]
-    num_blocks = [-(-segment.length // TOKENS_PER_BLOCK) for segment in segments]
-    return Tails(
-        rows=torch.tensor([segment.first_row for segment in segments]),
-        is_first=torch.tensor([int(segment.start == 0) for segment in segments]),
-        slots=torch.from_numpy(np.concatenate(slots)),
-        first_slots=torch.from_numpy(_bounds(slots)),
-        first_blocks=torch.from_numpy(np.cumsum([0, *num_blocks])),
-        num_blocks=sum(num_blocks),
-    )
-
-
-def _bounds(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Where each begins when they lie behind each other, and where the last ends."""
-    return np.cumsum([0, *(len(array) for array in arrays)])
+def plan_native(plan: AttentionPlan, windows: Iterable[int | None]) -> NativeAttention:
+    """The calls for a plan. Windows that hide nothing share theirs."""
+    calls = cache(partial(_plan_calls, plan))
+    return NativeAttention({window: calls(narrowed(plan, window)) for window in windows})
 
 
 def attend_natively(
     native: Native,
-    prepared: NativeAttention,
+    calls: NativeCalls,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scale: float,
+    *,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """query [T, Hq, D]; key and value [num_slots, Hkv, D] of one layer."""
+    """query [T, Hq, D]; key and value [num_slots, Hkv, D] of one layer; sinks [Hq]."""
     dtype = query.dtype
     if dtype != torch.float32:
         query = query.float()
     if not has_whole_rows(query):
         query = query.contiguous()
-    state = AttentionState(
-        sums=query.new_empty(query.shape), totals=query.new_empty(*query.shape[:2], 2)
-    )
-    for segments in prepared.segments:
-        native.attend_rows(query, key, value, segments, scale, state)
-    if prepared.tails is not None:
-        native.attend_tails(query, key, value, prepared.tails, scale, state)
+    make_state = AttentionState.of_nothing if calls.is_windowed else AttentionState.undefined
+    state = make_state(query)
+    for segments in calls.segments:
+        native.attend_rows(query, key, value, segments, scale, softcap, state)
+    if calls.tails is not None:
+        totals = native.attend_tails(query, key, value, calls.tails, scale, softcap, state)
+        if sinks is not None:
+            state.totals.index_copy_(0, calls.tails.rows, totals)
+    if sinks is not None:
+        native.add_sinks(state, sinks.float().contiguous())
     return state.sums.to(dtype)
+
+
+def _plan_calls(plan: AttentionPlan, window: int | None) -> NativeCalls:
+    several = [
+        seen_private(segment, plan.block_size, window)
+        for segment in plan.private
+        if segment.num_rows > 1
+    ]
+    segments = tuple(
+        _row_segments(together, is_last=together is several, is_windowed=window is not None)
+        for together in (*_levels(plan, window), several)
+        if together
+    )
+    single = [segment for segment in plan.private if segment.num_rows == 1]
+    tails = _tails(single, plan.block_size, window) if single else None
+    return NativeCalls(
+        segments=segments,
+        tails=tails,
+        is_windowed=window is not None,
+        num_kv_tokens=sum(len(s.slots) for s in segments) + (len(tails.slots) if tails else 0),
+    )
+
+
+def _levels(plan: AttentionPlan, window: int | None) -> list[list[SeenSegment]]:
+    """Shared segments in the order of their calls: those below each other in the tree are one call
+    after the other, others one call."""
+    levels: list[list[SeenSegment]] = []
+    level_of_row = np.zeros(plan.num_rows, dtype=np.int64)
+    for shared in seen_shared(plan, window):
+        level = int(level_of_row[shared.rows].max())
+        level_of_row[shared.rows] = level + 1
+        if level == len(levels):
+            levels.append([])
+        levels[level].append(shared)
+    return levels
+
+
+def _row_segments(
+    segments: Sequence[SeenSegment], *, is_last: bool, is_windowed: bool
+) -> RowSegments:
+    begins = torch.from_numpy(np.concatenate([s.begins for s in segments])) if is_windowed else None
+    return RowSegments(
+        rows=torch.from_numpy(np.concatenate([s.rows for s in segments])),
+        begins=begins,
+        ends=torch.from_numpy(np.concatenate([s.ends for s in segments])),
+        slots=torch.from_numpy(np.concatenate([s.slots for s in segments])),
+        first_rows=torch.from_numpy(_bounds([len(s.rows) for s in segments])),
+        first_slots=torch.from_numpy(_bounds([len(s.slots) for s in segments])),
+        is_first=torch.tensor([int(s.start == 0 and not is_windowed) for s in segments]),
+        is_last=is_last,
+    )
+
+
+def _tails(segments: Sequence[PrivateSegment], block_size: int, window: int | None) -> Tails:
+    """Of segments of one row each, which sees the last tokens of its own."""
+    num_hidden = [0 if window is None else max(s.length - window, 0) for s in segments]
+    slots = [
+        slots_of(segment.block_ids, block_size, segment.length)[hidden:]
+        for segment, hidden in zip(segments, num_hidden, strict=True)
+    ]
+    first_blocks = _bounds([-(-len(own) // TOKENS_PER_BLOCK) for own in slots])
+    return Tails(
+        rows=torch.tensor([segment.first_row for segment in segments]),
+        is_first=torch.tensor([int(s.start == 0 and window is None) for s in segments]),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        first_slots=torch.from_numpy(_bounds([len(own) for own in slots])),
+        first_blocks=torch.from_numpy(first_blocks),
+        num_blocks=int(first_blocks[-1]),
+    )
+
+
+def _bounds(lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Where arrays of these lengths begin behind each other, and where the last ends."""
+    return np.cumsum([0, *lengths])

@@ -6,7 +6,8 @@
     ragged     the private tails of several sequences with equally many rows each, padded to the
                longest. Sequences of similar length go together, since padding costs time too.
     causal     one sequence whose private tokens are just its rows: the upper triangle is skipped.
-    masked     one sequence's rows behind private tokens that were computed before.
+    masked     any rows over any tokens: those of one sequence behind private tokens that were
+               computed before, or behind a window.
 
 Every piece returns its log-sum-exp, by which a row's partial results are weighted (reference.py
 has the formula). Which rows and slots it reads, its mask and the merge's indices depend on the
@@ -17,8 +18,9 @@ Padding repeats a slot of the same sequence: no row ever touches what another re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment, slots_of
+from sapwood.kernels.reference import ReferenceAttention
+from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.windows import SeenSegment, narrowed, seen_private, seen_shared
 
 # Measured on two Zen 4 cores with 3 KV heads of 64: a call costs as much as 200 padded tokens;
 # from 512 tokens on the calls of single rows are no slower than a padded one.
@@ -81,39 +85,72 @@ class _Merge:
     num_parts: int
 
 
-@dataclass(frozen=True, slots=True)
-class TorchAttention:
-    """A plan as calls and merges. Where one piece holds all rows in order, nothing is merged."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchCalls:
+    """What rows see through one window as calls and merges.
 
-    plan: AttentionPlan
+    Where one piece holds all rows in order, nothing is merged.
+    """
+
     pieces: tuple[_Piece, ...]
     merges: tuple[_Merge, ...]
-    num_kv_tokens_read: int
+    num_kv_tokens: int
 
 
-def plan_torch(plan: AttentionPlan) -> TorchAttention:
-    """The pieces of a plan and how they are merged."""
-    pieces, rows_of_piece = [], []
-    for planned in _plan_pieces(plan):
-        pieces.append(planned.piece)
-        rows_of_piece.append(planned.rows)
-    return TorchAttention(
-        plan=plan,
-        pieces=tuple(pieces),
-        merges=tuple(_plan_merges(plan.num_rows, rows_of_piece)),
-        num_kv_tokens_read=plan.num_kv_tokens,
-    )
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """A plan as calls, for each of the layers' windows; `reference` makes it ready for what flash
+    attention lacks, when it is first asked."""
+
+    calls_by_window: Mapping[int | None, TorchCalls]
+    reference: Callable[[], ReferenceAttention]
+
+    @property
+    def num_kv_tokens_read(self) -> int:
+        return max(calls.num_kv_tokens for calls in self.calls_by_window.values())
+
+
+def plan_torch(
+    plan: AttentionPlan,
+    windows: Iterable[int | None],
+    reference: Callable[[], ReferenceAttention],
+) -> TorchAttention:
+    """The calls for a plan. Windows that hide nothing share theirs; `reference` is called once."""
+    calls = cache(partial(_plan_calls, plan))
+    by_window = {window: calls(narrowed(plan, window)) for window in windows}
+    return TorchAttention(by_window, cache(reference))
 
 
 def attend_with_torch(
-    prepared: TorchAttention, query: Tensor, key: Tensor, value: Tensor, scale: float
+    calls: TorchCalls,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """query [T, Hq, D]; key and value [num_slots, Hkv, D] of one layer."""
+    """query [T, Hq, D]; key and value [num_slots, Hkv, D] of one layer; sinks [Hq]."""
     grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
-    partials = [piece.run(grouped, key, value, scale) for piece in prepared.pieces]
-    if not prepared.merges:
-        return partials[0].out.flatten(1, 2)
-    return _merge(partials, prepared.merges, grouped).flatten(1, 2)
+    partials = [piece.run(grouped, key, value, scale) for piece in calls.pieces]
+    out = _merge(partials, calls.merges, grouped) if calls.merges else partials[0].out
+    if sinks is not None:
+        # exp(lse) / (exp(lse) + exp(sink)): the share that the tokens have beside the sink.
+        lse = _merge_lse(partials, calls.merges, grouped) if calls.merges else partials[0].lse
+        share = torch.sigmoid(lse - sinks.float().view(grouped.shape[1:3]))
+        out = (out * share.unsqueeze(-1)).to(query.dtype)
+    return out.flatten(1, 2)
+
+
+def _plan_calls(plan: AttentionPlan, window: int | None) -> TorchCalls:
+    shared = list(seen_shared(plan, window))
+    private = [seen_private(segment, plan.block_size, window) for segment in plan.private]
+    planned = [*_shared_pieces(shared), *_private_pieces(private)]
+    return TorchCalls(
+        pieces=tuple(one.piece for one in planned),
+        merges=tuple(_plan_merges(plan.num_rows, [one.rows for one in planned])),
+        num_kv_tokens=sum(len(seen.slots) for seen in (*shared, *private)),
+    )
 
 
 def _take(tensor: Tensor, index: slice | Tensor) -> Tensor:
@@ -201,95 +238,102 @@ def _merge(partials: list[_Partial], merges: Iterable[_Merge], like: Tensor) -> 
     return merged
 
 
+def _merge_lse(partials: list[_Partial], merges: Iterable[_Merge], like: Tensor) -> Tensor:
+    """Each row's log-sum-exp over all of its pieces, float32 [T, Hkv, G]."""
+    lses = torch.cat([partial.lse for partial in partials])
+    merged = lses.new_empty(like.shape[:-1])
+    for merge in merges:
+        lse = lses.index_select(0, merge.parts)
+        by_row = lse.view(len(merge.rows), merge.num_parts, *lse.shape[1:])
+        merged.index_copy_(0, merge.rows, by_row.logsumexp(dim=1))
+    return merged
+
+
 class _PlannedPiece(NamedTuple):
     piece: _Piece
     rows: NDArray[np.int64]  # the batch's rows in the order of the piece's
 
 
-def _plan_pieces(plan: AttentionPlan) -> Iterator[_PlannedPiece]:
-    for shared in plan.shared:
-        yield from _whole_pieces(shared, plan.block_size)
-    batched: dict[int, list[PrivateSegment]] = {}
-    for private in plan.private:
-        if private.num_rows <= _MAX_RAGGED_ROWS and private.length <= _MAX_RAGGED_LENGTH:
-            batched.setdefault(private.num_rows, []).append(private)
+def _shared_pieces(segments: Iterable[SeenSegment]) -> Iterator[_PlannedPiece]:
+    for seen in segments:
+        if seen.is_seen_whole:
+            yield from _whole_pieces(seen)
         else:
-            yield _single_piece(private, plan.block_size)
+            yield _single_piece(seen)
+
+
+def _private_pieces(segments: Iterable[SeenSegment]) -> Iterator[_PlannedPiece]:
+    batched: dict[int, list[SeenSegment]] = {}
+    for seen in segments:
+        if len(seen.rows) <= _MAX_RAGGED_ROWS and len(seen.slots) <= _MAX_RAGGED_LENGTH:
+            batched.setdefault(len(seen.rows), []).append(seen)
+        else:
+            yield _single_piece(seen)
     for same_num_rows in batched.values():
         for group in _groups_of_similar_length(same_num_rows):
-            if len(group) == 1:
-                yield _single_piece(group[0], plan.block_size)
-            else:
-                yield _ragged_piece(group, plan.block_size)
+            yield _single_piece(group[0]) if len(group) == 1 else _ragged_piece(group)
 
 
-def _whole_pieces(segment: SharedSegment, block_size: int) -> Iterator[_PlannedPiece]:
+def _whole_pieces(seen: SeenSegment) -> Iterator[_PlannedPiece]:
     """One piece per contiguous run, or a single gathered one where the runs are short."""
-    breaks = np.flatnonzero(np.diff(segment.block_ids) != 1) + 1
+    breaks = np.flatnonzero(np.diff(seen.slots) != 1) + 1
     num_runs = len(breaks) + 1
-    runs = [segment.block_ids]
-    if segment.length >= num_runs * _MIN_RUN_TOKENS:
-        runs = np.split(segment.block_ids, breaks)
-    rows = segment.rows.astype(np.int64)
+    runs = [seen.slots]
+    if len(seen.slots) >= num_runs * _MIN_RUN_TOKENS:
+        runs = np.split(seen.slots, breaks)
     for run in runs:
-        slots = slots_of(run, block_size, len(run) * block_size)
-        piece = _Piece(rows=_index(rows), slots=_index(slots), num_sequences=1)
-        yield _PlannedPiece(piece, rows)
+        piece = _Piece(rows=_index(seen.rows), slots=_index(run), num_sequences=1)
+        yield _PlannedPiece(piece, seen.rows)
 
 
-def _single_piece(segment: PrivateSegment, block_size: int) -> _PlannedPiece:
-    slots = slots_of(segment.block_ids, block_size, segment.length)
-    rows = np.arange(segment.first_row, segment.first_row + segment.num_rows)
-    is_causal = segment.num_rows > 1 and segment.num_rows == segment.length
-    needs_mask = segment.num_rows > 1 and not is_causal
+def _single_piece(seen: SeenSegment) -> _PlannedPiece:
+    is_triangle = len(seen.rows) == len(seen.slots) and not seen.begins.any()
+    is_causal = is_triangle and len(seen.rows) > 1
     piece = _Piece(
-        rows=_index(rows),
-        slots=_index(slots),
+        rows=_index(seen.rows),
+        slots=_index(seen.slots),
         num_sequences=1,
-        mask=_mask([segment], segment.length) if needs_mask else None,
+        mask=None if is_causal or seen.is_seen_whole else _mask(seen.visible[None]),
         is_causal=is_causal,
     )
-    return _PlannedPiece(piece, rows)
+    return _PlannedPiece(piece, seen.rows)
 
 
-def _ragged_piece(segments: list[PrivateSegment], block_size: int) -> _PlannedPiece:
+def _ragged_piece(segments: list[SeenSegment]) -> _PlannedPiece:
     """Segments of equally many rows, padded to the longest with each one's first slot."""
-    length = max(segment.length for segment in segments)
+    length = max(len(seen.slots) for seen in segments)
     slots = np.empty((len(segments), length), dtype=np.int64)
-    for padded, segment in zip(slots, segments, strict=True):
-        padded[: segment.length] = slots_of(segment.block_ids, block_size, segment.length)
-        padded[segment.length :] = padded[0]
-    first_rows = np.array([segment.first_row for segment in segments], dtype=np.int64)
-    rows = (first_rows[:, None] + np.arange(segments[0].num_rows)).reshape(-1)
+    visible = np.zeros((len(segments), len(segments[0].rows), length), dtype=np.bool_)
+    for index, seen in enumerate(segments):
+        slots[index] = seen.slots[0]
+        slots[index, : len(seen.slots)] = seen.slots
+        visible[index, :, : len(seen.slots)] = seen.visible
+    rows = np.concatenate([seen.rows for seen in segments])
     piece = _Piece(
         rows=_index(rows),
         slots=_index(slots.reshape(-1)),
         num_sequences=len(segments),
-        mask=_mask(segments, length),
+        mask=_mask(visible),
     )
     return _PlannedPiece(piece, rows)
 
 
-def _groups_of_similar_length(segments: list[PrivateSegment]) -> Iterator[list[PrivateSegment]]:
+def _groups_of_similar_length(segments: list[SeenSegment]) -> Iterator[list[SeenSegment]]:
     """Cut the segments, longest first, wherever padding would cost more than one more call."""
-    group: list[PrivateSegment] = []
+    group: list[SeenSegment] = []
     num_padded = 0
-    for segment in sorted(segments, key=lambda s: -s.length):
-        num_padded += group[0].length - segment.length if group else 0
+    for seen in sorted(segments, key=lambda s: -len(s.slots)):
+        num_padded += len(group[0].slots) - len(seen.slots) if group else 0
         if num_padded > _MAX_PADDED_TOKENS:
             yield group
             group, num_padded = [], 0
-        group.append(segment)
+        group.append(seen)
     yield group
 
 
-def _mask(segments: list[PrivateSegment], length: int) -> Tensor:
+def _mask(visible: NDArray[np.bool_]) -> Tensor:
     """float32 [num_sequences, rows per sequence, length]: -inf for what a row does not see."""
-    num_rows = segments[0].num_rows
-    ends = np.array([segment.length for segment in segments])[:, None] - num_rows
-    last_seen = ends + np.arange(num_rows)
-    hidden = np.arange(length) > last_seen[..., None]
-    return torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+    return torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf)
 
 
 def _index(indices: NDArray[np.int64]) -> slice | Tensor:

@@ -9,6 +9,8 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
+/* What few callers need, out of the way of the others' registers. */
+#define APART static __attribute__((noinline))
 
 /* Floats that are computed with at once. */
 #ifdef __AVX512F__
@@ -20,8 +22,8 @@ typedef float lanes __attribute__((vector_size(VECTOR * 4)));
 
 enum { GRAIN = 16384 }; /* elements below which a second thread costs more than it brings */
 
-/* exp(r) for |r| <= ln 2 / 2: a Taylor polynomial of degree 7. */
-INLINE float exp_near_zero(float r) {
+/* (exp(r) - 1) / r for |r| <= ln 2 / 2: a Taylor polynomial of degree 6. */
+INLINE float exp_slope(float r) {
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -29,9 +31,11 @@ INLINE float exp_near_zero(float r) {
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
-    p = p * r + 1.0f;
     return p;
 }
+
+/* exp(r) likewise. */
+INLINE float exp_near_zero(float r) { return exp_slope(r) * r + 1.0f; }
 
 /* exp(x) for x <= 0 to 2 units in the last place: x = n ln 2 + r, |r| <= ln 2 / 2. */
 INLINE float exp_of_nonpositive(float x) {
