@@ -50,27 +50,24 @@ class SeenSegment:
 
 def narrowed(plan: AttentionPlan, window: int | None) -> int | None:
     """`window`, or None where it hides nothing from any row of the plan."""
+    if window is None:
+        return None
     longest = max((p.start + p.length for p in plan.private), default=0)
-    return window if window is not None and window < longest else None
+    return window if window < longest else None
 
 
 def seen_shared(plan: AttentionPlan, window: int | None) -> Iterator[SeenSegment]:
     """The shared segments of which some row sees a part, by their start. O(rows x depth)."""
-    positions = np.empty(plan.num_rows, dtype=np.int64)
-    for private in plan.private:
-        end = private.start + private.length
-        rows = slice(private.first_row, private.first_row + private.num_rows)
-        positions[rows] = np.arange(end - private.num_rows, end)
+    first_positions = None if window is None else _positions(plan) + 1 - window
     for shared in sorted(plan.shared, key=lambda segment: segment.start):
-        rows_of_segment = shared.rows.astype(np.int64)
-        begins = np.zeros(len(rows_of_segment), dtype=np.int64)
-        if window is not None:
-            begins = np.maximum(positions[rows_of_segment] + 1 - window - shared.start, 0)
+        rows = shared.rows.astype(np.int64)
+        begins = np.zeros_like(rows)
+        if first_positions is not None:
+            begins = np.maximum(first_positions[rows] - shared.start, 0)
             sees_any = begins < shared.length
-            rows_of_segment, begins = rows_of_segment[sees_any], begins[sees_any]
-        if len(rows_of_segment):
-            ends = np.full(len(rows_of_segment), shared.length)
-            yield _seen(shared, plan.block_size, rows_of_segment, begins, ends)
+            rows, begins = rows[sees_any], begins[sees_any]
+        if len(rows):
+            yield _seen(shared, plan.block_size, rows, begins, np.full_like(rows, shared.length))
 
 
 def seen_private(segment: PrivateSegment, block_size: int, window: int | None) -> SeenSegment:
@@ -79,6 +76,16 @@ def seen_private(segment: PrivateSegment, block_size: int, window: int | None) -
     begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     rows = np.arange(segment.first_row, segment.first_row + segment.num_rows)
     return _seen(segment, block_size, rows, begins, ends)
+
+
+def _positions(plan: AttentionPlan) -> Int64Array:
+    """Where each of the plan's rows stands in its sequence, [num_rows]."""
+    positions = np.empty(plan.num_rows, dtype=np.int64)
+    for private in plan.private:
+        end = private.start + private.length
+        rows = slice(private.first_row, private.first_row + private.num_rows)
+        positions[rows] = np.arange(end - private.num_rows, end)
+    return positions
 
 
 def _seen(

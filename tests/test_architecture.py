@@ -73,6 +73,7 @@ RULES = (
 TORCH_FREE = (
     "kernels/__init__.py",
     "kernels/segments.py",
+    "kernels/windows.py",
     "runtime/admission.py",
     "runtime/config.py",
     "runtime/detokenizer.py",

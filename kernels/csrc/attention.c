@@ -141,7 +141,8 @@ APART void cap_scores(float *scores, int64_t count, float softcap) {
         float whole = rintf(power), rest = (power - whole) * LN_2;
         float scale = power_of_two(whole), rise = exp_slope(rest) * rest;
         float above = (1.0f - scale) - scale * rise; /* 1 - e */
-        scores[i] = copysignf(most * (above / (2.0f - above)), scores[i]);
+        float capped = copysignf(most * (above / (2.0f - above)), scores[i]);
+        scores[i] = scores[i] == scores[i] ? capped : scores[i]; /* vectors' minima drop NaN */
     }
 }
 
