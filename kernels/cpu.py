@@ -149,7 +149,8 @@ class CpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
             return functional.rms_norm(x, weight.shape, weight, eps)
-        if self._native is not None and x.dim() in (2, 3) and has_whole_rows(x):
+        can_stride = x.dim() in (2, 3) and (x.is_contiguous() or has_whole_rows(x))
+        if self._native is not None and can_stride:
             return self._native.rms_norm(x, weight, eps)
         # Half the operations of torch's own, which matters for few rows.
         scale = (x * x).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()

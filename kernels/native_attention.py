@@ -138,7 +138,7 @@ def _row_segments(
         slots=torch.from_numpy(np.concatenate([s.slots for s in segments])),
         first_rows=torch.from_numpy(_bounds([len(s.rows) for s in segments])),
         first_slots=torch.from_numpy(_bounds([len(s.slots) for s in segments])),
-        is_first=torch.tensor([int(s.start == 0 and not is_windowed) for s in segments]),
+        is_first=torch.tensor([int(segment.start == 0) for segment in segments]),
         is_last=is_last,
     )
 
@@ -153,7 +153,7 @@ def _tails(segments: Sequence[PrivateSegment], block_size: int, window: int | No
     first_blocks = _bounds([-(-len(own) // TOKENS_PER_BLOCK) for own in slots])
     return Tails(
         rows=torch.tensor([segment.first_row for segment in segments]),
-        is_first=torch.tensor([int(s.start == 0 and window is None) for s in segments]),
+        is_first=torch.tensor([int(segment.start == 0) for segment in segments]),
         slots=torch.from_numpy(np.concatenate(slots)),
         first_slots=torch.from_numpy(_bounds([len(own) for own in slots])),
         first_blocks=torch.from_numpy(first_blocks),
