@@ -92,7 +92,8 @@ class PreparedAttention(Protocol):
 
     @property
     def num_kv_tokens_read(self) -> int:
-        """Tokens whose keys and values one layer's attention reads, repetitions counted."""
+        """Tokens whose keys and values attention reads in one layer, repetitions counted: in one
+        with the widest window, or without any, where layers differ."""
         ...
 
 
@@ -162,16 +163,20 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / rms(x) * weight` over the last axis (Zhang and Sennrich 2019)."""
+        """`x / rms(x) * weight` over the last axis (Zhang and Sennrich 2019); a new tensor.
+
+        x [T, n], or [T, H, n] for a norm of each head, its rows any stride apart.
+        """
         ...
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate each head by its row's angles (Su et al. 2021). Returns a new tensor.
 
-        heads [T, H, D], queries and keys side by side. Dimensions `i` and `i + D / 2` are the two
-        coordinates of frequency `i`, so each dimension takes its cosine and its partner's sine,
-        negative in the first half: cos float32 [T, 1, D] holds the D / 2 cosines twice, sin float32
-        [T, 1, D] the D / 2 sines negated and then as they are.
+        heads [T, H, D], queries and keys side by side. The first R <= D dimensions are rotated, the
+        others go through. Dimensions `i` and `i + R / 2` are the two coordinates of frequency `i`,
+        so each dimension takes its cosine and its partner's sine, negative in the first half: cos
+        float32 [T, 1, R] holds the R / 2 cosines twice, sin float32 [T, 1, R] the R / 2 sines
+        negated and then as they are.
         """
         ...
 

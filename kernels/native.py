@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sapwood.kernels.interface import Activation
 from sapwood.kernels.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,15 @@ _BUILD_SECONDS = 180
 _MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of attention.c's tiles
 _MAX_CUTS = 16  # likewise
 TOKENS_PER_BLOCK = 128  # TOKENS of attention.c
+_NOTHING_SEEN = -1e38  # likewise
+_UNGATED = 0  # of common.h, as the numbers of the activations
+_ACTIVATIONS = MappingProxyType({Activation.SILU: 1, Activation.GELU_TANH: 2})
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ROWS = (_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT)  # x, norm, eps, is_gated, rows, inputs
+_ROWS = (_POINTER, _POINTER, _FLOAT, _INT, _INT, _INT)  # x, norm, eps, activation, rows, inputs
 _HEADS = (_POINTER, _INT, _POINTER, _POINTER, _INT)  # query, its stride, keys, values, is_bf16
 _SIGNATURES = MappingProxyType(
     {
-        "rms_norm": (_POINTER, _POINTER, _FLOAT, _INT, _INT, _POINTER),
+        "rms_norm": (_POINTER, _INT, _POINTER, _FLOAT, *(_INT,) * 3, _POINTER),
         "float32_num_floats": (_INT, _INT),
         "float32_pack": (_POINTER, _INT, _INT, _POINTER),
         "float32_linear": (*_ROWS, _POINTER, _INT, *(_POINTER,) * 3),
@@ -57,11 +61,12 @@ _SIGNATURES = MappingProxyType(
         "int8_pack": (_POINTER, _INT, _INT, _INT, _POINTER),
         "int8_unpack": (_POINTER, _INT, _INT, _INT, _POINTER),
         "int8_linear": (*_ROWS, _POINTER, *(_INT,) * 3, *(_POINTER,) * 3),
-        "silu_and_mul": (_POINTER, _INT, _INT, _POINTER),
-        "rotary": (_POINTER, *(_INT,) * 4, *(_POINTER,) * 3),
+        "activate_and_mul": (_POINTER, *(_INT,) * 3, _POINTER),
+        "rotary": (_POINTER, *(_INT,) * 5, *(_POINTER,) * 3),
         "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
-        "attend_rows": (*_HEADS, *(_POINTER,) * 6, *(_INT,) * 5, _FLOAT, *(_POINTER,) * 2),
-        "attend_tails": (*_HEADS, *(_POINTER,) * 5, *(_INT,) * 4, _FLOAT, *(_POINTER,) * 5),
+        "attend_rows": (*_HEADS, *(_POINTER,) * 7, *(_INT,) * 5, _FLOAT, _FLOAT, *(_POINTER,) * 2),
+        "attend_tails": (*_HEADS, *(_POINTER,) * 5, *(_INT,) * 4, _FLOAT, _FLOAT, *(_POINTER,) * 5),
+        "add_sinks": (_POINTER, _POINTER, *(_INT,) * 3, _POINTER),
         "has_bf16": (),
     }
 )
@@ -81,13 +86,15 @@ _WITH_RESULT = frozenset(
 class RowSegments:
     """Segments of which no two have a row in common.
 
-    Segment s is the query rows `rows[first_rows[s] : first_rows[s + 1]]`, each over the first
-    `seen` of the slots from `first_slots[s]` on. `is_first` [num_segments] says that its rows have
-    seen nothing before, `is_last` that they see nothing after. All tensors int64.
+    Segment s is the query rows `rows[first_rows[s] : first_rows[s + 1]]`. Of the slots from
+    `first_slots[s]` on each sees those from `begins` (None: the first) up to `ends`, one at least.
+    `is_first` [num_segments] says that its rows have no state yet, `is_last` that they see nothing
+    after. All tensors int64.
     """
 
     rows: Tensor
-    seen: Tensor
+    begins: Tensor | None
+    ends: Tensor
     slots: Tensor
     first_rows: Tensor
     first_slots: Tensor
@@ -115,13 +122,25 @@ Take = Callable[[int], Tensor]  # of a number of bytes, uint8 from the start of 
 
 
 class AttentionState(NamedTuple):
-    """What rows have of the tokens so far; undefined before the first, results after the last.
+    """What rows have of the tokens so far; results after the last.
 
     sums [T, Hq, D] of weighted values; totals [T, Hq, 2], exponents and sums of weights. float32.
     """
 
     sums: Tensor
     totals: Tensor
+
+    @classmethod
+    def undefined(cls, query: Tensor) -> AttentionState:
+        """For rows of which each segment and tail says which have seen nothing before."""
+        return cls(query.new_empty(query.shape), query.new_empty(*query.shape[:2], 2))
+
+    @classmethod
+    def of_nothing(cls, query: Tensor) -> AttentionState:
+        """For rows that begin wherever it may be."""
+        totals = query.new_zeros(*query.shape[:2], 2)
+        totals[..., 0] = _NOTHING_SEEN
+        return cls(query.new_zeros(query.shape), totals)
 
 
 class Native:
@@ -147,20 +166,30 @@ class Native:
             self._int8_pack,
             self._int8_unpack,
             self._int8_linear,
-            self._silu_and_mul,
+            self._activate_and_mul,
             self._rotary,
             self._write_kv,
             self._attend_rows,
             self._attend_tails,
+            self._add_sinks,
             has_bf16,
         ) = functions
         self._has_bf16 = bool(has_bf16())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [rows, n]."""
-        out = torch.empty_like(x)
-        rows, n = x.shape
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, n, out.data_ptr())
+        """Over the last axis of x [rows, n] or [rows, num_heads, n], its rows any stride apart."""
+        out = x.new_empty(x.shape)
+        num_heads = 1 if x.dim() == 2 else x.shape[1]
+        self._rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            eps,
+            len(x),
+            num_heads,
+            x.shape[-1],
+            out.data_ptr(),
+        )
         return out
 
     def float32_pack(self, weight: Tensor, take: Take) -> Tensor:
@@ -173,7 +202,7 @@ class Native:
         self,
         x: Tensor,
         norm: tuple[Tensor, float] | None,
-        is_gated: bool,
+        activation: Activation | None,
         num_inputs: int,
         packed: Tensor,
         bias: Tensor | None,
@@ -182,7 +211,7 @@ class Native:
     ) -> None:
         """Fill out [rows, out]; see float32.c. `norm` is a weight [in] and an epsilon."""
         status = self._float32_linear(
-            *_rows(x, norm, is_gated, num_inputs),
+            *_rows(x, norm, activation, num_inputs),
             packed.data_ptr(),
             out.shape[1],
             None if bias is None else bias.data_ptr(),
@@ -211,7 +240,7 @@ class Native:
         self,
         x: Tensor,
         norm: tuple[Tensor, float] | None,
-        is_gated: bool,
+        activation: Activation | None,
         num_inputs: int,
         packed: Tensor,
         num_bits: int,
@@ -222,7 +251,7 @@ class Native:
     ) -> None:
         """Fill out [rows, out]; see int8.c. `norm` is a weight [in] and an epsilon."""
         status = self._int8_linear(
-            *_rows(x, norm, is_gated, num_inputs),
+            *_rows(x, norm, activation, num_inputs),
             packed.data_ptr(),
             num_bits,
             out.shape[1],
@@ -234,15 +263,17 @@ class Native:
         if status:
             raise MemoryError(f"no memory to round {len(x)} rows of {num_inputs} inputs")
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """gate_up [rows, 2 n]."""
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, n)
-        self._silu_and_mul(gate_up.data_ptr(), rows, n, out.data_ptr())
+        self._activate_and_mul(
+            gate_up.data_ptr(), _ACTIVATIONS[activation], rows, n, out.data_ptr()
+        )
         return out
 
     def rotary(self, heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """heads [rows, num_heads, dim], its rows any stride apart."""
+        """heads [rows, num_heads, dim], its rows any stride apart; the others contiguous."""
         rows, num_heads, dim = heads.shape
         out = heads.new_empty(rows, num_heads, dim)
         self._rotary(
@@ -251,6 +282,7 @@ class Native:
             rows,
             num_heads,
             dim,
+            cosines.shape[-1],
             cosines.data_ptr(),
             sines.data_ptr(),
             out.data_ptr(),
@@ -291,6 +323,7 @@ class Native:
         values: Tensor,
         segments: RowSegments,
         scale: float,
+        softcap: float | None,
         state: AttentionState,
     ) -> None:
         """Go on with the segments' rows in `state`.
@@ -302,7 +335,8 @@ class Native:
         self._attend_rows(
             *_heads(query, keys, values),
             segments.rows.data_ptr(),
-            segments.seen.data_ptr(),
+            None if segments.begins is None else segments.begins.data_ptr(),
+            segments.ends.data_ptr(),
             segments.slots.data_ptr(),
             segments.first_rows.data_ptr(),
             segments.first_slots.data_ptr(),
@@ -313,6 +347,7 @@ class Native:
             query.shape[1] // num_kv_heads,
             dim,
             scale,
+            softcap or 0.0,
             state.sums.data_ptr(),
             state.totals.data_ptr(),
         )
@@ -324,9 +359,13 @@ class Native:
         values: Tensor,
         tails: Tails,
         scale: float,
+        softcap: float | None,
         state: AttentionState,
-    ) -> None:
-        """Finish single rows in `state`; the rest as in `attend_rows`."""
+    ) -> Tensor:
+        """Finish single rows in the sums of `state`; the rest as in `attend_rows`.
+
+        Returns their totals [num_parts, Hq, 2], which are not stored.
+        """
         num_kv_heads, dim = keys.shape[1:]
         num_blocks, num_heads = tails.num_blocks, query.shape[1]
         weights = query.new_empty(num_blocks, num_heads, TOKENS_PER_BLOCK)
@@ -344,19 +383,28 @@ class Native:
             num_heads // num_kv_heads,
             dim,
             scale,
+            softcap or 0.0,
             state.sums.data_ptr(),
             state.totals.data_ptr(),
             weights.data_ptr(),
             exponents.data_ptr(),
             running.data_ptr(),
         )
+        return running[:, :, 0]
+
+    def add_sinks(self, state: AttentionState, sinks: Tensor) -> None:
+        """Results in `state` beside one more token of each head, of score sinks [Hq], no value."""
+        self._add_sinks(
+            state.totals.data_ptr(), sinks.data_ptr(), *state.sums.shape, state.sums.data_ptr()
+        )
 
 
 def _rows(
-    x: Tensor, norm: tuple[Tensor, float] | None, is_gated: bool, num_inputs: int
-) -> tuple[int, int | None, float, bool, int, int]:
+    x: Tensor, norm: tuple[Tensor, float] | None, activation: Activation | None, num_inputs: int
+) -> tuple[int, int | None, float, int, int, int]:
     weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-    return x.data_ptr(), weight, eps, is_gated, len(x), num_inputs
+    number = _UNGATED if activation is None else _ACTIVATIONS[activation]
+    return x.data_ptr(), weight, eps, number, len(x), num_inputs
 
 
 def _heads(query: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int, int, bool]:
@@ -367,6 +415,11 @@ def _heads(query: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int, int, 
         values.data_ptr(),
         keys.dtype == torch.bfloat16,
     )
+
+
+def has_whole_rows(*tensors: Tensor) -> bool:
+    """Whether each row of these [rows, n] or [rows, heads, dim] is contiguous."""
+    return all(t.stride(-1) == 1 and (t.dim() == 2 or t.stride(1) == t.shape[2]) for t in tensors)
 
 
 def load() -> Native | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sapwood.kernels.interface import Activation
 from sapwood.kernels.native import Native, Take
 
 GROUP = 32  # inputs that share a scale, as in csrc/int8.c
@@ -113,16 +114,16 @@ def linear(
     residual: Tensor | None,
     *,
     norm: tuple[Tensor, float] | None = None,
-    is_gated: bool = False,
+    activation: Activation | None = None,
 ) -> Tensor:
     """`residual + inputs @ weight.T + bias`; a new tensor float32 [rows, out].
 
-    The inputs are x float32 [rows, in], normed with `norm`, a weight [in] and an epsilon; or if
-    `is_gated` those of x [rows, 2 in], gate and up side by side.
+    The inputs are x float32 [rows, in], normed with `norm`, a weight [in] and an epsilon; or
+    with an `activation` those of x [rows, 2 in], gate and up side by side.
     """
     if x.dtype != torch.float32 or x.dim() != 2:
         raise TypeError(f"native projections take float32 rows, this is {x.dtype} {list(x.shape)}")
-    num_given = x.shape[1] // 2 if is_gated else x.shape[1]
+    num_given = x.shape[1] if activation is None else x.shape[1] // 2
     if num_given != projection.num_inputs:
         raise ValueError(
             f"the rows have {num_given} inputs, the projection {projection.num_inputs}"
@@ -140,11 +141,11 @@ def linear(
         norm = norm[0].contiguous(), norm[1]
     if isinstance(projection, Float32Projection):
         packed, _, num_inputs, bias = projection
-        native.float32_linear(x, norm, is_gated, num_inputs, packed, bias, residual, out)
+        native.float32_linear(x, norm, activation, num_inputs, packed, bias, residual, out)
     else:
         packed, num_bits, _, num_inputs, bias, num_planes = projection
         native.int8_linear(
-            x, norm, is_gated, num_inputs, packed, num_bits, num_planes, bias, residual, out
+            x, norm, activation, num_inputs, packed, num_bits, num_planes, bias, residual, out
         )
     return out
 

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from sapwood.kernels.interface import Activation, KVCache, KVCacheSpec
-from sapwood.kernels.segments import AttentionPlan, Int32Array, PrivateSegment, SharedSegment
+from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.windows import seen_private, seen_shared
 
 
 class PartialAttention(NamedTuple):
@@ -58,7 +58,13 @@ class ReferenceAttention:
     """A plan as the segments' indices, for each of the layers' windows."""
 
     segments_by_window: Mapping[int | None, tuple[SegmentIndices, ...]]
-    num_kv_tokens_read: int
+
+    @property
+    def num_kv_tokens_read(self) -> int:
+        return max(
+            sum(len(segment.slots) for segment in segments)
+            for segments in self.segments_by_window.values()
+        )
 
 
 class ReferenceKernels:
@@ -95,11 +101,7 @@ class ReferenceKernels:
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> ReferenceAttention:
         return ReferenceAttention(
-            segments_by_window={
-                window: tuple(_segment_indices(plan, window, spec.device))
-                for window in spec.windows
-            },
-            num_kv_tokens_read=plan.num_kv_tokens,
+            {window: tuple(_segment_indices(plan, window, spec.device)) for window in spec.windows}
         )
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -143,9 +145,11 @@ class ReferenceKernels:
         return weight * scaled.to(x.dtype)
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        exact = heads.to(torch.float32)
-        partner = exact.roll(heads.shape[-1] // 2, dims=-1)
-        return (exact * cos + partner * sin).to(heads.dtype)
+        rotary_dim = cos.shape[-1]
+        exact = heads[..., :rotary_dim].to(torch.float32)
+        partner = exact.roll(rotary_dim // 2, dims=-1)
+        turned = (exact * cos + partner * sin).to(heads.dtype)
+        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -184,34 +188,13 @@ def _segment_indices(
     plan: AttentionPlan, window: int | None, device: torch.device
 ) -> Iterator[SegmentIndices]:
     """The plan's segments as rows see them that look back `window` tokens, None for all."""
-    positions = np.empty(plan.num_rows, dtype=np.int64)
-    for private in plan.private:
-        end = private.start + private.length
-        last_row = private.first_row + private.num_rows
-        positions[private.first_row : last_row] = np.arange(end - private.num_rows, end)
-    rows_of_segment: list[tuple[SharedSegment | PrivateSegment, NDArray[np.int64]]] = [
-        *((shared, shared.rows.astype(np.int64)) for shared in plan.shared),
-        *((p, np.arange(p.first_row, p.first_row + p.num_rows)) for p in plan.private),
-    ]
-    for segment, rows in rows_of_segment:
-        tokens = segment.start + np.arange(segment.length)
-        visible = tokens <= positions[rows, None]
-        if window is not None:
-            visible &= tokens > positions[rows, None] - window
-        sees_any = visible.any(axis=1)
-        if sees_any.any():
-            yield SegmentIndices(
-                rows=torch.from_numpy(rows[sees_any]).to(device),
-                slots=_slots(segment.block_ids, plan.block_size, segment.length, device),
-                visible=torch.from_numpy(visible[sees_any]).to(device),
-            )
-
-
-def _slots(block_ids: Int32Array, block_size: int, length: int, device: torch.device) -> Tensor:
-    """The slots of the first `length` tokens in `block_ids`, int64 `[length]`."""
-    first_slots = block_ids.astype(np.int64)[:, None] * block_size
-    slots = (first_slots + np.arange(block_size)).reshape(-1)[:length]
-    return torch.from_numpy(slots).to(device)
+    private = (seen_private(segment, plan.block_size, window) for segment in plan.private)
+    for seen in chain(seen_shared(plan, window), private):
+        yield SegmentIndices(
+            rows=torch.from_numpy(seen.rows).to(device),
+            slots=torch.from_numpy(seen.slots).to(device),
+            visible=torch.from_numpy(seen.visible).to(device),
+        )
 
 
 def _attend(

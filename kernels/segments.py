@@ -124,3 +124,9 @@ class AttentionPlan:
             assert len(np.unique(segment.rows)) == len(segment.rows), "a row is named twice"
             reached[segment.rows] += segment.length
         assert (reached == start_of_row).all(), "shared segments do not reach the private one"
+
+
+def slots_of(block_ids: NDArray[np.int32], block_size: int, length: int) -> NDArray[np.int64]:
+    """The slots of the first `length` tokens of a block table, int64 `[length]`."""
+    first_slots = block_ids.astype(np.int64)[:, None] * block_size
+    return (first_slots + np.arange(block_size)).reshape(-1)[:length]

@@ -75,6 +75,7 @@ RULES = (
 TORCH_FREE = (
     "kernels/__init__.py",
     "kernels/segments.py",
+    "kernels/windows.py",
     "runtime/admission.py",
     "runtime/chat.py",
     "runtime/config.py",

@@ -46,15 +46,16 @@ struct heads {
     int64_t query_stride;
     const word *keys, *values;
     int64_t num_kv_heads, group, dim, num_words, token_stride; /* the last two in words */
-    float scale, *sums, *states;
+    float scale, softcap, *sums, *states; /* no softcap if it is zero */
 };
 
 INLINE struct heads heads_of(const float *query, int64_t query_stride, const void *keys,
                              const void *values, int64_t is_bf16, int64_t num_kv_heads,
-                             int64_t group, int64_t dim, float scale, float *sums, float *states) {
+                             int64_t group, int64_t dim, float scale, float softcap, float *sums,
+                             float *states) {
     int64_t num_words = is_bf16 ? dim / 2 : dim;
     return (struct heads){query, query_stride, keys, values, num_kv_heads, group, dim, num_words,
-                          num_kv_heads * num_words, scale * LOG2_E, sums, states};
+                          num_kv_heads * num_words, scale * LOG2_E, softcap, sums, states};
 }
 
 INLINE lanes multiply_add(lanes sum, words one, words other, const int is_bf16) {
@@ -108,8 +109,10 @@ INLINE void load_query(const struct heads *heads, int64_t row, int64_t head, wor
     }
 }
 
-/* The score of a token that a row does not see, of which it sees one before: weight zero. */
+/* The score of a token that a row does not see, and the exponent of a row that has seen none: the
+ * one is so far below the other that its weight is zero. */
 #define UNSEEN -FLT_MAX
+#define NOTHING_SEEN -1e38f
 
 /* 2^power for a whole number <= 1; 0 below -126 and for NaN. */
 INLINE float power_of_two(float power) {
@@ -122,6 +125,25 @@ INLINE float power_of_two(float power) {
 INLINE float weight_of(float score, float exponent) {
     float whole = rintf(score);
     return exp_near_zero((score - whole) * LN_2) * power_of_two(whole - exponent);
+}
+
+/* Scores become softcap * tanh(score / softcap), here with softcap in units of scores to the base e.
+ *
+ *     tanh(x) = (1 - e) / (1 + e) for x >= 0    where e = exp(-2 x) = scale * (1 + rise)
+ *
+ * and scale is a power of two, so that 1 - e has no less digits where it is small. */
+APART void cap_scores(float *scores, int64_t count, float softcap) {
+    const float slope = -2.0f / softcap, most = softcap * LOG2_E;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        float power = fabsf(scores[i]) * slope; /* of two */
+        power = power < -100.0f ? -100.0f : power;
+        float whole = rintf(power), rest = (power - whole) * LN_2;
+        float scale = power_of_two(whole), rise = exp_slope(rest) * rest;
+        float above = (1.0f - scale) - scale * rise; /* 1 - e */
+        float capped = copysignf(most * (above / (2.0f - above)), scores[i]);
+        scores[i] = scores[i] == scores[i] ? capped : scores[i]; /* vectors' minima drop NaN */
+    }
 }
 
 /* Lane j of vector i becomes lane i of vector j. */
@@ -183,8 +205,8 @@ struct tile {
     lanes scores[TOKENS + STEP][MAX_VECTORS];
     lanes exponent[MAX_VECTORS], total[MAX_VECTORS], before[MAX_VECTORS];
     int64_t at[MAX_VECTORS * VECTOR]; /* each vector's place among the heads of all rows */
-    int32_t seen[MAX_VECTORS * VECTOR];
-    int64_t longest, shortest; /* of seen */
+    int32_t begins[MAX_VECTORS * VECTOR], ends[MAX_VECTORS * VECTOR];
+    int64_t first_begin, last_begin, first_end, last_end; /* the least and the greatest of them */
 };
 
 /* Go on with the scores of `length` tokens, which become weights. */
@@ -271,10 +293,11 @@ INLINE void pair_values(const word **value, int64_t length, int64_t num_words, w
 }
 #endif
 
-/* Query rows over the first seen[i] slots of `slots`, i from 0 to count - 1. `is_first`: the rows
- * have seen nothing before; `is_last`: nothing comes after, the sums become results. */
+/* Query rows over the slots begins[i] ... ends[i] - 1 of `slots`, i from 0 to count - 1, at least
+ * one; from the first on where `begins` is NULL. `is_first`: the rows have seen nothing before;
+ * `is_last`: nothing comes after, the sums become results. */
 struct segment {
-    const int64_t *rows, *seen, *slots;
+    const int64_t *rows, *begins, *ends, *slots;
     int64_t count, is_first, is_last;
 };
 
@@ -286,18 +309,21 @@ INLINE void fill_tile(struct tile *tile, const struct heads *heads, const struct
     const int64_t dim = heads->dim, group = heads->group, num_words = heads->num_words;
     const int64_t num_heads = heads->num_kv_heads * group;
     word loaded[MAX_VECTORS * VECTOR][MAX_HEAD_DIM];
-    tile->longest = 0;
-    tile->shortest = INT64_MAX;
+    tile->first_begin = tile->first_end = INT64_MAX;
+    tile->last_begin = tile->last_end = 0;
     for (int64_t j = 0; j < num_vectors * VECTOR; j++) {
         int64_t vector = first + (j < count ? j : count - 1), row = vector / group;
-        int64_t seen = segment->seen[row];
-        tile->seen[j] = (int32_t)seen;
-        tile->longest = seen > tile->longest ? seen : tile->longest;
-        tile->shortest = seen < tile->shortest ? seen : tile->shortest;
+        int64_t begin = segment->begins == NULL ? 0 : segment->begins[row], end = segment->ends[row];
+        tile->begins[j] = (int32_t)begin;
+        tile->ends[j] = (int32_t)end;
+        tile->first_begin = begin < tile->first_begin ? begin : tile->first_begin;
+        tile->last_begin = begin > tile->last_begin ? begin : tile->last_begin;
+        tile->first_end = end < tile->first_end ? end : tile->first_end;
+        tile->last_end = end > tile->last_end ? end : tile->last_end;
         load_query(heads, segment->rows[row], head * group + vector % group, loaded[j], is_bf16);
         tile->at[j] = segment->rows[row] * num_heads + head * group + vector % group;
         const float *state = heads->states + 2 * tile->at[j];
-        ((float *)tile->exponent)[j] = segment->is_first ? -FLT_MAX : state[0];
+        ((float *)tile->exponent)[j] = segment->is_first ? NOTHING_SEEN : state[0];
         ((float *)tile->total)[j] = segment->is_first ? 0.0f : state[1];
     }
     for (int v = 0; v < num_vectors; v++) {
@@ -322,6 +348,16 @@ INLINE void fill_tile(struct tile *tile, const struct heads *heads, const struct
     }
 }
 
+/* Hide from each query vector the tokens before the first that it sees; as in score_tile. */
+APART void hide_before(struct tile *tile, int64_t start, int64_t length, int64_t num_vectors) {
+    for (int64_t t = 0; t < length; t++) {
+        float *score = (float *)tile->scores[t];
+#pragma omp simd
+        for (int64_t j = 0; j < num_vectors * VECTOR; j++)
+            score[j] = start + t >= tile->begins[j] ? score[j] : UNSEEN;
+    }
+}
+
 /* Scores of `length` tokens, the first of which is the segment's token `start`. There are keys up
  * to a multiple of STEP. Meanwhile the tokens after them are fetched. */
 INLINE void score_tile(struct tile *tile, const struct heads *heads, const struct segment *segment,
@@ -330,7 +366,7 @@ INLINE void score_tile(struct tile *tile, const struct heads *heads, const struc
     const int64_t num_words = heads->num_words;
     for (int64_t t = 0; t < length; t += STEP) {
         const int64_t next = start + TOKENS + t;
-        for (int64_t i = next; i < next + STEP && i < tile->longest; i++) {
+        for (int64_t i = next; i < next + STEP && i < tile->last_end; i++) {
             int64_t token = segment->slots[i] * heads->token_stride + head * num_words;
             for (int64_t w = 0; w < num_words; w += LINE_WORDS) {
                 __builtin_prefetch(heads->keys + token + w);
@@ -355,12 +391,16 @@ INLINE void score_tile(struct tile *tile, const struct heads *heads, const struc
 #pragma GCC unroll 3
             for (int v = 0; v < num_vectors; v++) tile->scores[t + i][v] = sum[i][v];
     }
-    if (start + length <= tile->shortest) return;
+    if (heads->softcap > 0.0f)
+        for (int64_t t = 0; t < length; t++)
+            cap_scores((float *)tile->scores[t], num_vectors * VECTOR, heads->softcap);
+    if (start < tile->last_begin) hide_before(tile, start, length, num_vectors);
+    if (start + length <= tile->first_end) return;
     for (int64_t t = 0; t < length; t++) {
         float *score = (float *)tile->scores[t];
 #pragma omp simd
         for (int64_t j = 0; j < num_vectors * VECTOR; j++)
-            score[j] = start + t < tile->seen[j] ? score[j] : UNSEEN;
+            score[j] = start + t < tile->ends[j] ? score[j] : UNSEEN;
     }
 }
 
@@ -423,8 +463,8 @@ INLINE void attend_tile(const struct heads *heads, const struct segment *segment
     word pairs[TOKENS / 2 * MAX_HEAD_DIM];
 #endif
     fill_tile(&tile, heads, segment, head, first, count, num_vectors, is_bf16);
-    for (int64_t start = 0; start < tile.longest; start += TOKENS) {
-        int64_t length = tile.longest - start < TOKENS ? tile.longest - start : TOKENS;
+    for (int64_t start = tile.first_begin; start < tile.last_end; start += TOKENS) {
+        int64_t length = tile.last_end - start < TOKENS ? tile.last_end - start : TOKENS;
         const word *key[TOKENS + STEP], *value[TOKENS];
         for (int64_t t = 0; t < length; t++) {
             int64_t token = segment->slots[start + t] * heads->token_stride + head * num_words;
@@ -461,18 +501,20 @@ INLINE int64_t tile_width(int64_t num_vectors) {
 }
 
 /* Segments of which no two have a row in common. Segment s is the rows first_rows[s] ...
- * first_rows[s + 1] - 1 of `rows` and `seen`, over the slots from first_slots[s] on. query
+ * first_rows[s + 1] - 1 of `rows`, `begins` and `ends`, over the slots from first_slots[s] on. A row
+ * that is_first does not name has a state: an exponent of NOTHING_SEEN and zeros at first. query
  * [T, num_kv_heads * group, dim], its rows `query_stride` floats apart, keys and values
  * [num_slots, num_kv_heads, dim] of floats or bfloat16, dim a multiple of 8 and 256 at most; the
  * rest as in the structures above. */
 void sapwood_attend_rows(const float *query, int64_t query_stride, const void *keys,
                          const void *values, int64_t is_bf16, const int64_t *rows,
-                         const int64_t *seen, const int64_t *slots, const int64_t *first_rows,
-                         const int64_t *first_slots, const int64_t *is_first, int64_t is_last,
-                         int64_t num_segments, int64_t num_kv_heads, int64_t group, int64_t dim,
-                         float scale, float *sums, float *states) {
+                         const int64_t *begins, const int64_t *ends, const int64_t *slots,
+                         const int64_t *first_rows, const int64_t *first_slots,
+                         const int64_t *is_first, int64_t is_last, int64_t num_segments,
+                         int64_t num_kv_heads, int64_t group, int64_t dim, float scale,
+                         float softcap, float *sums, float *states) {
     const struct heads heads = heads_of(query, query_stride, keys, values, is_bf16, num_kv_heads,
-                                        group, dim, scale, sums, states);
+                                        group, dim, scale, softcap, sums, states);
     int64_t num_tiles = 0;
     for (int64_t s = 0; s < num_segments; s++) {
         int64_t vectors = (first_rows[s + 1] - first_rows[s]) * group;
@@ -489,9 +531,14 @@ void sapwood_attend_rows(const float *query, int64_t query_stride, const void *k
                 if (tile < here) break;
                 tile -= here;
             }
-            const struct segment segment = {rows + first_rows[s],  seen + first_rows[s],
-                                            slots + first_slots[s], first_rows[s + 1] - first_rows[s],
-                                            is_first[s],            is_last};
+            const int64_t first_row = first_rows[s];
+            const struct segment segment = {rows + first_row,
+                                            begins == NULL ? NULL : begins + first_row,
+                                            ends + first_row,
+                                            slots + first_slots[s],
+                                            first_rows[s + 1] - first_row,
+                                            is_first[s],
+                                            is_last};
             int64_t first = tile * width, left = vectors - first < width ? vectors - first : width;
             if (!is_bf16) attend_narrow_tile(&heads, &segment, head, first, left, 0);
 #ifdef __AVX512BF16__
@@ -637,6 +684,9 @@ INLINE void score_block(const struct heads *heads, const struct tails *tails, in
                 }
             }
         }
+        if (heads->softcap > 0.0f)
+            for (int64_t g = 0; g < group; g++)
+                cap_scores(weights + g * TOKENS, padded, heads->softcap);
         for (int64_t g = 0; g < group; g++)
             tails->exponents[place + g] =
                 weigh_tokens(weights + g * TOKENS, length, padded, is_bf16);
@@ -766,7 +816,7 @@ INLINE void sum_part(const struct heads *heads, const struct tails *tails, int64
     for (int64_t h = first_head; h < end_head; h++) {
         const float *state = heads->states + 2 * (first_of_row + h);
         float *running = tails->running + ((p * num_heads + h) * MAX_CUTS + cut) * 2;
-        running[0] = tails->is_first[p] ? -FLT_MAX : state[0];
+        running[0] = tails->is_first[p] ? NOTHING_SEEN : state[0];
         running[1] = tails->is_first[p] ? 0.0f : state[1];
         if (tails->is_first[p])
             memset(heads->sums + (first_of_row + h) * dim + share->first_dim, 0,
@@ -841,10 +891,10 @@ void sapwood_attend_tails(const float *query, int64_t query_stride, const void *
                           const int64_t *is_first, const int64_t *first_slots,
                           const int64_t *first_blocks, const int64_t *slots, int64_t num_parts,
                           int64_t num_kv_heads, int64_t group, int64_t dim, float scale,
-                          float *sums, float *states, float *weights, float *exponents,
-                          float *running) {
+                          float softcap, float *sums, float *states, float *weights,
+                          float *exponents, float *running) {
     const struct heads heads = heads_of(query, query_stride, keys, values, is_bf16, num_kv_heads,
-                                        group, dim, scale, sums, states);
+                                        group, dim, scale, softcap, sums, states);
     const struct tails tails = {rows,      is_first,  first_slots,            first_blocks,
                                 slots,     num_parts, first_slots[num_parts], weights,
                                 exponents, running};
@@ -852,6 +902,21 @@ void sapwood_attend_tails(const float *query, int64_t query_stride, const void *
 #ifdef __AVX512BF16__
     else attend_tails(&heads, &tails, 1);
 #endif
+}
+
+/* Results `sums` [rows, num_heads, dim] of which `states` has exponents and sums of weights, beside
+ * one more token for each head that has a score, of sinks [num_heads], and no value. */
+void sapwood_add_sinks(const float *states, const float *sinks, int64_t rows, int64_t num_heads,
+                       int64_t dim, float *sums) {
+    for (int64_t i = 0; i < rows * num_heads; i++) {
+        float sink = sinks[i % num_heads] * LOG2_E, exponent = states[2 * i];
+        sink = sink < NOTHING_SEEN ? NOTHING_SEEN : sink > -NOTHING_SEEN ? -NOTHING_SEEN : sink;
+        float highest = floorf(sink) > exponent ? floorf(sink) : exponent;
+        float seen = states[2 * i + 1] * power_of_two(exponent - highest);
+        float share = seen / (seen + weight_of(sink, highest));
+#pragma omp simd
+        for (int64_t d = 0; d < dim; d++) sums[i * dim + d] *= share;
+    }
 }
 
 /* Whether the functions above take bfloat16, which they do nothing with elsewhere. */

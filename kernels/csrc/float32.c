@@ -79,11 +79,11 @@ INLINE void multiply_panel(const float *x, int64_t n, const float *panel, const 
 
 /* As sapwood_int8_linear, of weights packed above. */
 int64_t sapwood_float32_linear(const float *x, const float *norm_weight, float eps,
-                               int64_t is_gated, int64_t rows, int64_t n, const float *packed,
+                               int64_t activation, int64_t rows, int64_t n, const float *packed,
                                int64_t outputs, const float *bias, const float *residual,
                                float *out) {
     if (rows == 0) return 0;
-    const int is_prepared = norm_weight != NULL || is_gated;
+    const int is_prepared = norm_weight != NULL || activation != UNGATED;
     float *inputs = is_prepared ? malloc((size_t)(rows * n) * sizeof(float)) : (float *)x;
     if (inputs == NULL) return -1;
 #pragma omp parallel if (rows * n * outputs > GRAIN)
@@ -91,7 +91,7 @@ int64_t sapwood_float32_linear(const float *x, const float *norm_weight, float e
         if (is_prepared) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < rows; i++)
-                prepare_row(x, norm_weight, eps, is_gated, i, n, inputs + i * n);
+                prepare_row(x, norm_weight, eps, activation, i, n, inputs + i * n);
         }
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < num_panels(outputs); p++) {

@@ -364,10 +364,11 @@ INLINE void multiply_tile(struct rounded x, const uint8_t *packed, int64_t group
 
 /* out [rows, outputs] = inputs [rows, n] times the packed weight, plus bias [outputs] and residual
  * [rows, outputs], which may be NULL. `planes` is 1 or 2. The inputs are x; with `norm_weight` [n]
- * x / rms(x) * norm_weight; if `is_gated` silu(gate) * up for x of gate and up, [rows, 2 n]. They
- * never go through memory as a whole. Returns -1 without memory for the rounded rows, else 0. */
-int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps, int64_t is_gated,
-                            int64_t rows, int64_t n, const uint8_t *packed, int64_t bits,
+ * x / rms(x) * norm_weight; with an `activation` (see common.h) activation(gate) * up for x of gate
+ * and up, [rows, 2 n]. They never go through memory as a whole. Returns -1 without memory for the
+ * rounded rows, else 0. */
+int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps,
+                            int64_t activation, int64_t rows, int64_t n, const uint8_t *packed, int64_t bits,
                             int64_t outputs, int64_t planes, const float *bias, const float *residual,
                             float *out) {
     const int64_t groups = num_groups(n), tiles = num_blocks(outputs) / VECTORS;
@@ -385,8 +386,8 @@ int64_t sapwood_int8_linear(const float *x, const float *norm_weight, float eps,
         for (int64_t i = 0; i < rows; i++) {
             float *own = own_rows + omp_get_thread_num() * n;
             const float *row = x + i * n;
-            if (norm_weight || is_gated) {
-                prepare_row(x, norm_weight, eps, is_gated, i, n, own);
+            if (norm_weight || activation != UNGATED) {
+                prepare_row(x, norm_weight, eps, activation, i, n, own);
                 row = own;
             }
             int8_t *to = values + i * row_bytes;

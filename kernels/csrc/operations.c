@@ -4,27 +4,33 @@
 #include "bf16.h"
 #include "common.h"
 
-/* out = x / rms(x) * weight for x [rows, n]. */
-void sapwood_rms_norm(const float *x, const float *weight, float eps, int64_t rows, int64_t n,
-                      float *out) {
-#pragma omp parallel for schedule(static) if (rows * n > GRAIN)
-    for (int64_t i = 0; i < rows; i++) norm_row(x + i * n, weight, eps, n, out + i * n);
+/* out = x / rms(x) * weight over the n numbers of each head of x [rows, num_heads, n], whose rows
+ * lie `stride` floats apart; out is contiguous. */
+void sapwood_rms_norm(const float *x, int64_t stride, const float *weight, float eps, int64_t rows,
+                      int64_t num_heads, int64_t n, float *out) {
+#pragma omp parallel for schedule(static) if (rows * num_heads * n > GRAIN)
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t h = 0; h < num_heads; h++)
+            norm_row(x + i * stride + h * n, weight, eps, n, out + (i * num_heads + h) * n);
 }
 
-/* out [rows, n] = silu(gate) * up for gate and up side by side, gate_up [rows, 2 n]. */
-void sapwood_silu_and_mul(const float *gate_up, int64_t rows, int64_t n, float *out) {
+/* out [rows, n] = activation(gate) * up for gate and up side by side, gate_up [rows, 2 n]. */
+void sapwood_activate_and_mul(const float *gate_up, int64_t activation, int64_t rows, int64_t n,
+                              float *out) {
 #pragma omp parallel for schedule(static) if (rows * n > GRAIN / 4)
-    for (int64_t i = 0; i < rows; i++) gate_row(gate_up + 2 * i * n, n, out + i * n);
+    for (int64_t i = 0; i < rows; i++) gate_row(gate_up + 2 * i * n, n, out + i * n, activation);
 }
 
-/* Rotate heads [rows, num_heads, dim], whose rows lie `stride` floats apart, into out, contiguous.
- * cos and sin [rows, dim] as Kernels.rotary describes them. */
+/* Rotate the first `rotary_dim` dimensions of heads [rows, num_heads, dim], whose rows lie `stride`
+ * floats apart, into out, contiguous; the others go through. cos and sin [rows, rotary_dim] as
+ * Kernels.rotary describes them. */
 void sapwood_rotary(const float *heads, int64_t stride, int64_t rows, int64_t num_heads,
-                    int64_t dim, const float *cosines, const float *sines, float *out) {
-    int64_t half = dim / 2;
+                    int64_t dim, int64_t rotary_dim, const float *cosines, const float *sines,
+                    float *out) {
+    int64_t half = rotary_dim / 2;
 #pragma omp parallel for schedule(static) if (rows * num_heads * dim > GRAIN)
     for (int64_t i = 0; i < rows; i++) {
-        const float *c = cosines + i * dim, *s = sines + i * dim;
+        const float *c = cosines + i * rotary_dim, *s = sines + i * rotary_dim;
         for (int64_t h = 0; h < num_heads; h++) {
             const float *from = heads + i * stride + h * dim;
             float *to = out + (i * num_heads + h) * dim;
@@ -33,6 +39,7 @@ void sapwood_rotary(const float *heads, int64_t stride, int64_t rows, int64_t nu
                 to[j] = from[j] * c[j] + from[half + j] * s[j];
                 to[half + j] = from[half + j] * c[half + j] + from[j] * s[half + j];
             }
+            for (int64_t j = rotary_dim; j < dim; j++) to[j] = from[j];
         }
     }
 }

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment, load_kernels, native
-from sapwood.kernels.cpu import CpuKernels, NativeAttention
+from sapwood.kernels.cpu import CpuKernels
 from sapwood.kernels.interface import KVCache, KVCacheSpec
+from sapwood.kernels.native_attention import NativeAttention
 
 BLOCK_SIZE = 16
 ROUNDING = 2.0**-9
@@ -52,6 +53,8 @@ class Step:
         num_groups: int = 3,
         head_dim: int = 64,
         seed: int = 0,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         assert shared % BLOCK_SIZE == 0
         self.generator = torch.Generator().manual_seed(seed)
@@ -87,10 +90,14 @@ class Step:
             head_dim=head_dim,
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
+            layer_windows=(window,),
         )
-        self.scale = head_dim**-0.5
+        self.scale, self.softcap = head_dim**-0.5, softcap
+        table_of_shared = slots_of(shared_blocks, shared)
         self.slots_of_row = [
-            slots_of(shared_blocks, shared) + slots_of(table, length)[: length - num_rows + row + 1]
+            (table_of_shared + slots_of(table, length)[: length - num_rows + row + 1])[
+                -(window or len(order) * BLOCK_SIZE) :
+            ]
             for table, length in zip(tables, lengths, strict=True)
             for row in range(num_rows)
         ]
@@ -115,7 +122,8 @@ class Step:
     def attend(self, kernels: CpuKernels) -> Tensor:
         prepared = kernels.plan_attention(self.plan, self.spec)
         assert isinstance(prepared, NativeAttention)
-        return kernels.attention(self.query, self.fill(kernels), 0, prepared, self.scale)
+        kv = self.fill(kernels)
+        return kernels.attention(self.query, kv, 0, prepared, self.scale, softcap=self.softcap)
 
     def check(self, actual: Tensor) -> None:
         """Every row of `actual` against dense attention: twice what the docstring above expects."""
@@ -126,6 +134,8 @@ class Step:
             query = self.query[row].double().view(self.spec.num_kv_heads, num_groups, -1)
             key, value = (t[slots].bfloat16().double() for t in (self.keys, self.values))
             products = torch.einsum("kgd,lkd->kgl", query, key) * self.scale
+            if self.softcap is not None:
+                products = self.softcap * (products / self.softcap).tanh()
             weights = products.softmax(dim=-1)
             expected = torch.einsum("kgl,lkd->kgd", weights, value)
             squares = torch.einsum("kgd,lkd->kgl", query**2, key**2) * self.scale**2
@@ -188,6 +198,18 @@ def test_shared_tokens_and_tails_are_merged(
     kernels: CpuKernels, num_groups: int, shared: int, head_dim: int
 ) -> None:
     step = Step([1, 16, 17, 70, 5], shared=shared, num_groups=num_groups, head_dim=head_dim)
+    step.check(step.attend(kernels))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [1, 2, 17, 90, 130, 600])
+@pytest.mark.parametrize("num_rows", [1, 30])
+def test_windows_and_caps_over_shared_tokens_and_tails(
+    kernels: CpuKernels, num_rows: int, window: int, softcap: float | None
+) -> None:
+    lengths = [num_rows, num_rows + 16, num_rows + 150]
+    step = Step(lengths, num_rows=num_rows, shared=496, window=window, softcap=softcap)
     step.check(step.attend(kernels))
 
 

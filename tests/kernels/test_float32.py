@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sapwood.kernels.interface import Activation
 from sapwood.kernels.native import Native
 from sapwood.kernels.projections import Float32Projection, linear, pack_float32
 
@@ -42,8 +43,10 @@ def test_inputs_are_normed_or_gated_on_the_way(native: Native) -> None:
     close(linear(native, x, packed, None, norm=(scale, 1e-5)), normed @ weight.double().t())
     both, residual = random_numbers(5, 80, seed=4), random_numbers(5, 9, seed=5)
     gate, up = both.double().chunk(2, dim=-1)
-    expected = (torch.nn.functional.silu(gate) * up) @ weight.double().t() + residual
-    close(linear(native, both, packed, residual, is_gated=True), expected)
+    products = (torch.nn.functional.silu(gate) * up) @ weight.double().t()
+    close(linear(native, both, packed, residual, activation=Activation.SILU), products + residual)
+    products = (torch.nn.functional.gelu(gate, approximate="tanh") * up) @ weight.double().t()
+    close(linear(native, both, packed, None, activation=Activation.GELU_TANH), products)
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(33, 49), (576, 960)])

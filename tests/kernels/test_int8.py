@@ -228,11 +228,14 @@ def test_what_is_fused_has_the_bits_of_its_parts(
     packed = kernels.pack_linear(random_numbers(50, 100, seed=5), is_last=is_last)
     apart = kernels.linear(kernels.rms_norm(x, norm, 1e-5), packed)
     assert torch.equal(kernels.norm_linear(x, norm, 1e-5, packed), apart)
-    apart = kernels.linear(kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual)
-    assert torch.equal(kernels.gated_linear(gate_up, packed, residual), apart)
-    gate_up[0, 7] = torch.nan
-    broken = kernels.gated_linear(gate_up, packed, residual)
-    assert broken[0].isnan().all() and torch.equal(broken[1:], apart[1:])
+    with_nan = gate_up.clone()
+    with_nan[0, 7] = torch.nan
+    for activation in Activation:
+        apart = kernels.linear(kernels.activate_and_mul(gate_up, activation), packed, residual)
+        together = kernels.gated_linear(gate_up, packed, residual, activation=activation)
+        assert torch.equal(together, apart)
+        broken = kernels.gated_linear(with_nan, packed, residual, activation=activation)
+        assert broken[0].isnan().all() and torch.equal(broken[1:], apart[1:])
 
 
 def test_no_rows_give_no_rows(kernels: Kernels) -> None:

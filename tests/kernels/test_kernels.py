@@ -79,24 +79,42 @@ class Step:
     query: Tensor  # [T, Hq, D]
     slots_of_row: list[np.ndarray] = field(default_factory=list)
 
-    def fill(self, kernels: Kernels) -> KVCache:
+    def fill(self, kernels: Kernels, layer: int = LAYER) -> KVCache:
         kv = zeroed(kernels, self.spec)
-        kernels.write_kv(kv, LAYER, self.keys[self.slots], self.values[self.slots], self.slots)
+        kernels.write_kv(kv, layer, self.keys[self.slots], self.values[self.slots], self.slots)
         return kv
 
-    def attend(self, kernels: Kernels) -> Tensor:
+    def attend(
+        self,
+        kernels: Kernels,
+        layer: int = LAYER,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         prepared = kernels.plan_attention(self.plan, self.spec)
-        return kernels.attention(self.query, self.fill(kernels), LAYER, prepared, SCALE)
+        kv = self.fill(kernels, layer)
+        return kernels.attention(
+            self.query, kv, layer, prepared, SCALE, softcap=softcap, sinks=sinks
+        )
 
-    def oracle(self) -> Tensor:
-        """Row by row: softmax over everything up to the row's own position, in float64."""
+    def oracle(
+        self, layer: int = LAYER, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Row by row: softmax over the last tokens up to the row's own position, in float64."""
         num_groups = self.query.shape[1] // self.keys.shape[1]
+        window = self.spec.window(layer)
         rows = []
-        for query, slots in zip(self.query.double(), self.slots_of_row, strict=True):
+        for query, all_slots in zip(self.query.double(), self.slots_of_row, strict=True):
+            slots = all_slots if window is None else all_slots[-window:]
             key = self.keys[slots].double().repeat_interleave(num_groups, dim=1)
             value = self.values[slots].double().repeat_interleave(num_groups, dim=1)
-            weights = torch.einsum("hd,lhd->hl", query, key).mul(SCALE).softmax(dim=-1)
-            rows.append(torch.einsum("hl,lhd->hd", weights, value))
+            scores = torch.einsum("hd,lhd->hl", query, key).mul(SCALE)
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().unsqueeze(1)), dim=1)
+                value = torch.cat((value, torch.zeros_like(value[:1])))
+            rows.append(torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), value))
         return torch.stack(rows)
 
 
@@ -109,6 +127,7 @@ def make_step(
     head_dim: int = 16,
     dtype: torch.dtype = torch.float32,
     shuffled: bool = True,
+    layer_windows: tuple[int | None, ...] = (),
 ) -> Step:
     edges = {edge: [] for tail in tails if tail.edge for edge in tail.edge.path()}
     num_blocks = sum(e.num_blocks for e in edges) + sum(-(-t.length // block_size) for t in tails)
@@ -154,13 +173,14 @@ def make_step(
     )
     plan.check()
     spec = KVCacheSpec(
-        num_layers=NUM_LAYERS,
+        num_layers=len(layer_windows) or NUM_LAYERS,
         num_blocks=num_blocks + 3,
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
         device=torch.device("cpu"),
+        layer_windows=layer_windows,
     )
     return Step(
         plan=plan,
@@ -242,6 +262,91 @@ def test_attention_of_each_kind_of_step_equals_dense_attention(
 ) -> None:
     step = make_step(tails, shuffled=shuffled)
     assert_close(step.attend(kernels), step.oracle())
+
+
+# With blocks of 16 the forest's shared edges end at 64, 80, 112 and 112, private tokens after 1 to
+# 600 more. Windows within a block; that cut edges and blocks, of which some rows see a part and
+# others nothing; and one that cuts nothing.
+WINDOWS = (1, 2, 7, 16, 17, 33, 50, 83, 100, 128, 599, 600, 10_000)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("head_dim", [12, 64])
+def test_rows_see_no_further_back_than_their_layers_window(
+    kernels: Kernels, head_dim: int, block_size: int
+) -> None:
+    step = make_step(
+        forest(block_size),
+        block_size=block_size,
+        head_dim=head_dim,
+        layer_windows=(None, *WINDOWS, None),
+    )
+    prepared = kernels.plan_attention(step.plan, step.spec)
+    kv = zeroed(kernels, step.spec)
+    for layer in range(step.spec.num_layers):
+        kernels.write_kv(kv, layer, step.keys[step.slots], step.values[step.slots], step.slots)
+        result = kernels.attention(step.query, kv, layer, prepared, SCALE)
+        assert_close(result, step.oracle(layer))
+
+
+@pytest.mark.parametrize("tails", [pytest.param(tails, id=name) for name, tails in single_steps()])
+@pytest.mark.parametrize("window", [1, 20, 130, 600])
+def test_windows_in_each_kind_of_step(kernels: Kernels, tails: list[Tail], window: int) -> None:
+    step = make_step(tails, head_dim=16, layer_windows=(window, window))
+    assert_close(step.attend(kernels), step.oracle())
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0, 1e4])
+@pytest.mark.parametrize("head_dim", [12, 64])
+def test_scores_are_capped_softly(
+    kernels: Kernels, head_dim: int, softcap: float, window: int | None
+) -> None:
+    step = make_step(forest(16), head_dim=head_dim, layer_windows=(None, window))
+    step.query *= 3.0  # scores of about 50, and 0 of a row without a query
+    step.query[5] = 0.0
+    assert_close(step.attend(kernels, softcap=softcap), step.oracle(softcap=softcap), 8e-6)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("head_dim", [12, 64])
+def test_a_sink_takes_its_share_of_the_weight(
+    kernels: Kernels, head_dim: int, softcap: float | None, window: int | None
+) -> None:
+    step = make_step(forest(16), head_dim=head_dim, layer_windows=(None, window))
+    sinks = torch.tensor([-torch.inf, -3.0, 0.7, 8.0, 150.0, 1e4])
+    expected = step.oracle(softcap=softcap, sinks=sinks)
+    assert_close(step.attend(kernels, softcap=softcap, sinks=sinks), expected)
+    assert (expected[:, 4:].abs() < 1e-20).all()
+    without = step.attend(kernels, softcap=softcap)
+    assert_close(step.attend(kernels, softcap=softcap, sinks=sinks)[:, 0], without[:, 0].double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_windows_caps_and_sinks_in_half_precision(kernels: Kernels, dtype: torch.dtype) -> None:
+    step = make_step(forest(16), dtype=dtype, head_dim=64, layer_windows=(None, 40))
+    sinks = random_numbers(6, seed=9, dtype=dtype)
+    result = step.attend(kernels, softcap=20.0, sinks=sinks)
+    assert result.dtype == dtype
+    assert_close(result, step.oracle(softcap=20.0, sinks=sinks))
+
+
+def test_what_is_behind_the_window_is_not_read_by_a_single_row(kernels: Kernels) -> None:
+    step = make_step([Tail(length=200, edge=Edge(num_blocks=4))], layer_windows=(None, 70))
+    expected = step.oracle()
+    hidden = step.slots_of_row[0][:-70]
+    step.keys[hidden] = step.values[hidden] = torch.nan
+    assert_close(step.attend(kernels), expected)
+
+
+def test_only_tokens_that_some_row_sees_are_read(kernels: Kernels) -> None:
+    shared = Edge(num_blocks=64)
+    step = make_step([Tail(length=n, edge=shared) for n in (10, 50)], layer_windows=(40, 20))
+    prepared = kernels.plan_attention(step.plan, step.spec)
+    assert prepared.num_kv_tokens_read == 30 + 10 + 40  # the edge's last 30 by the first row
+    full = replace(step.spec, layer_windows=(40, None))
+    assert kernels.plan_attention(step.plan, full).num_kv_tokens_read == 64 * 16 + 10 + 50
 
 
 def test_a_row_gets_the_same_result_alone_and_among_others(kernels: Kernels) -> None:
@@ -349,6 +454,20 @@ def test_rms_norm_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -> No
     assert_close(result, expected)
 
 
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_rms_norm_takes_the_heads_of_a_part_of_each_row(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    wide, weight = random_numbers(5, 9, 16, seed=1, dtype=dtype), random_numbers(16, seed=2)
+    heads, before = wide[:, 2:5], wide.clone()
+    exact = heads.double()
+    scaled = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    result = kernels.rms_norm(heads, weight.to(dtype), 1e-5)
+    assert result.dtype == dtype
+    assert_close(result, scaled * weight.to(dtype).double())
+    assert torch.equal(wide, before)
+
+
 def test_rms_norm_does_not_overflow_in_float16(kernels: Kernels) -> None:
     x = torch.full((1, 32), 3000.0, dtype=torch.float16)
     assert_close(kernels.rms_norm(x, torch.ones(32, dtype=torch.float16), 1e-5), torch.ones(1, 32))
@@ -372,13 +491,41 @@ def test_rotary_turns_the_coordinates_of_each_frequency(
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
-def test_silu_and_mul_equals_its_formula(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_rotary_turns_the_first_dimensions_and_leaves_the_others(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    wide = random_numbers(5, 6, 20, seed=1, dtype=dtype)
+    heads, before = wide[:, 1:4], wide.clone()
+    angles = random_numbers(5, 1, 4, seed=2)
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
+    sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    result = kernels.rotary(heads, cos, sin)
+    assert result.dtype == dtype
+    assert torch.equal(result[..., 8:], heads[..., 8:])
+    narrow = heads[..., :8].double().contiguous()
+    assert_close(
+        result[..., :8], narrow * cos + torch.cat((narrow[..., 4:], narrow[..., :4]), -1) * sin
+    )
+    assert torch.equal(wide, before)
+
+
+def formula(activation: Activation, gate: Tensor) -> Tensor:
+    if activation is Activation.SILU:
+        return gate / (1 + (-gate).exp())
+    return gate / 2 * (1 + ((gate + 0.044715 * gate**3) * (2 / torch.pi) ** 0.5).tanh())
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE, key=str))
+def test_activate_and_mul_equals_its_formula(
+    kernels: Kernels, dtype: torch.dtype, activation: Activation
+) -> None:
     gate_up = random_numbers(5, 64, seed=1, dtype=dtype)
     before = gate_up.clone()
     gate, up = gate_up.double().chunk(2, dim=-1)
-    result = kernels.activate_and_mul(gate_up, Activation.SILU)
+    result = kernels.activate_and_mul(gate_up, activation)
     assert result.dtype == dtype
-    assert_close(result, gate / (1 + (-gate).exp()) * up)
+    assert_close(result, formula(activation, gate) * up)
     assert (gate_up == before).all()
 
 
@@ -407,8 +554,15 @@ def test_fused_linears_are_their_two_parts(
     packed = kernels.pack_linear(random_numbers(40, 24, seed=5).to(dtype))
     normed = kernels.linear(kernels.rms_norm(x, norm, 1e-5), packed)
     assert_close(kernels.norm_linear(x, norm, 1e-5, packed), normed)
-    gated = kernels.linear(kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual)
-    assert_close(kernels.gated_linear(gate_up, packed, residual), gated)
+    for activation in Activation:
+        gated = kernels.activate_and_mul(gate_up, activation)
+        for added in (residual, None):
+            assert_close(
+                kernels.gated_linear(gate_up, packed, added, activation=activation),
+                kernels.linear(gated, packed, added),
+            )
+    silu = kernels.linear(kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual)
+    assert_close(kernels.gated_linear(gate_up, packed, residual), silu)
 
 
 def test_linear_takes_only_what_the_same_backend_packed(kernels: Kernels) -> None:

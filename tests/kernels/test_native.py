@@ -2,6 +2,8 @@
 
 import logging
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment, load_kernels, native
-from sapwood.kernels.cpu import NativeAttention, TorchAttention
-from sapwood.kernels.interface import Kernels, KVCacheSpec
+from sapwood.kernels.interface import Activation, Kernels, KVCacheSpec
 from sapwood.kernels.native import Native
+from sapwood.kernels.native_attention import NativeAttention
+from sapwood.kernels.reference import ReferenceAttention, ReferenceKernels
+from sapwood.kernels.torch_attention import TorchAttention
 
 BLOCK_SIZE = 16
 
@@ -63,15 +67,18 @@ def test_without_a_working_compiler_torch_does_the_work(
     assert isinstance(kernels.plan_attention(decode_plan(2, 5), spec()), TorchAttention)
 
 
-def spec(num_kv_heads: int = 2, head_dim: int = 64) -> KVCacheSpec:
+def spec(
+    num_kv_heads: int = 2, head_dim: int = 64, layer_windows: tuple[int | None, ...] = (None,)
+) -> KVCacheSpec:
     return KVCacheSpec(
-        num_layers=1,
+        num_layers=len(layer_windows),
         num_blocks=160,
         block_size=BLOCK_SIZE,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        layer_windows=layer_windows,
     )
 
 
@@ -101,12 +108,18 @@ def decode_plan(num_rows: int, length: int, shared: int = 0) -> AttentionPlan:
     return AttentionPlan(num_rows=num_rows, block_size=BLOCK_SIZE, shared=edges, private=private)
 
 
-def attend(kernels: Kernels, plan: AttentionPlan, query: Tensor, cache: KVCacheSpec) -> Tensor:
+def attend(
+    kernels: Kernels,
+    plan: AttentionPlan,
+    query: Tensor,
+    cache: KVCacheSpec,
+    softcap: float | None = None,
+) -> Tensor:
     kv = kernels.make_kv_cache(cache)
     for index, tensor in enumerate((kv.keys, kv.values)):
         tensor.copy_(random_numbers(*tensor.shape, seed=7 + index))
     prepared = kernels.plan_attention(plan, cache)
-    return kernels.attention(query, kv, 0, prepared, 0.125)
+    return kernels.attention(query, kv, 0, prepared, 0.125, softcap=softcap)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +146,36 @@ def test_head_dims_that_do_not_fit_are_left_to_torch(functions: Native) -> None:
     assert isinstance(kernels.plan_attention(plan, spec(2, 264)), TorchAttention)
 
 
+def test_windows_that_hide_nothing_are_planned_as_none(functions: Native) -> None:
+    cache = spec(2, 64, (None, 8, 44, 45, 46))
+    prepared = load_kernels("cpu").plan_attention(decode_plan(3, 45), cache)
+    assert isinstance(prepared, NativeAttention)
+    calls = prepared.calls_by_window
+    assert calls[None] is calls[45] is calls[46]
+    assert not calls[None].is_windowed
+    assert calls[44].is_windowed and calls[44].num_kv_tokens == 3 * 44
+    assert calls[8].num_kv_tokens == 3 * 8
+
+
+def test_what_torch_lacks_is_planned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[AttentionPlan] = []
+    original = ReferenceKernels.plan_attention
+
+    def plan_attention(
+        self: ReferenceKernels, plan: AttentionPlan, spec: KVCacheSpec
+    ) -> ReferenceAttention:
+        planned.append(plan)
+        return original(self, plan, spec)
+
+    monkeypatch.setattr(ReferenceKernels, "plan_attention", plan_attention)
+    kernels, plan, cache = load_kernels("cpu-torch"), decode_plan(3, 45), spec()
+    kv = kernels.make_kv_cache(cache)
+    prepared = kernels.plan_attention(plan, cache)
+    for softcap in (None, 5.0, 5.0):
+        kernels.attention(random_numbers(3, 6, 64), kv, 0, prepared, 0.125, softcap=softcap)
+    assert planned == [plan]
+
+
 @pytest.mark.parametrize("shared", [0, 64])
 def test_a_rows_attention_has_the_same_bits_in_every_batch(functions: Native, shared: int) -> None:
     kernels, cache = load_kernels("cpu"), spec(2, 64)
@@ -142,19 +185,32 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch(functions: Native, sh
     assert torch.equal(few, together[:3])
 
 
-def test_silu_holds_at_the_ends(functions: Native) -> None:
+@pytest.mark.parametrize(
+    ("activation", "exact"),
+    [
+        (Activation.SILU, torch.nn.functional.silu),
+        (Activation.GELU_TANH, partial(torch.nn.functional.gelu, approximate="tanh")),
+    ],
+)
+def test_activations_hold_at_the_ends(
+    functions: Native, activation: Activation, exact: Callable[[Tensor], Tensor]
+) -> None:
     x = torch.tensor([[-1e4, -100.0, -20.0, -1.0, 0.0, 1.0, 20.0, 1e4, torch.nan]])
     up = torch.full_like(x, 2.0)
-    actual = functions.silu_and_mul(torch.cat((x, up), dim=1))
-    expected = torch.nn.functional.silu(x) * up
+    actual = functions.activate_and_mul(torch.cat((x, up), dim=1), activation)
+    expected = exact(x.double()).float() * up
     torch.testing.assert_close(actual, expected, equal_nan=True, atol=1e-7, rtol=1e-6)
 
 
-def test_a_broken_score_shows_in_its_own_row_only(functions: Native) -> None:
-    kernels, cache = load_kernels("cpu"), spec(2, 64)
+@pytest.mark.parametrize("window", [None, 20, 60])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_broken_score_shows_in_its_own_row_only(
+    functions: Native, softcap: float | None, window: int | None
+) -> None:
+    kernels, cache = load_kernels("cpu"), spec(2, 64, (window,))
     query = random_numbers(4, 6, 64)
-    expected = attend(kernels, decode_plan(4, 40, shared=4), query, cache)
+    expected = attend(kernels, decode_plan(4, 40, shared=4), query, cache, softcap)
     query[1] = torch.nan
-    actual = attend(kernels, decode_plan(4, 40, shared=4), query, cache)
+    actual = attend(kernels, decode_plan(4, 40, shared=4), query, cache, softcap)
     assert actual[1].isnan().all()
     assert torch.equal(actual[[0, 2, 3]], expected[[0, 2, 3]])
