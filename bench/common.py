@@ -208,19 +208,13 @@ class SteppedEngine:
     def __init__(self, model: str, **options: Any) -> None:
         from sapwood.runtime.build import build_engine
         from sapwood.runtime.config import EngineConfig
-        from sapwood.runtime.processing import InputProcessor
 
         parts = build_engine(EngineConfig.from_options(model, **options), time.monotonic)
         self.core = parts.core
         self.info = parts.info
         self.tokenizer = parts.tokenizer
         self.namespace = parts.namespace
-        self._inputs = InputProcessor(
-            parts.tokenizer,
-            max_model_len=parts.info.max_model_len,
-            vocab_size=parts.info.vocab_size,
-            namespace=parts.namespace,
-        )
+        self._inputs = parts.inputs
         self._in_flight: set[str] = set()
         self._recorder = _Recorder(self.core._executor)
         self.core._executor = self._recorder

@@ -17,6 +17,8 @@ from sapwood.runtime.errors import ConfigError
 from sapwood.runtime.memory import available_bytes
 from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.policy import load_policy
+from sapwood.runtime.processing import InputProcessor
+from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.segmenter import Segmenter
 from sapwood.runtime.tokenizer import Tokenizer
@@ -66,6 +68,7 @@ class EngineParts:
     """A core and what its faces need to speak to it."""
 
     core: EngineCore
+    inputs: InputProcessor
     tokenizer: Tokenizer
     info: EngineInfo
     namespace: Namespace
@@ -148,7 +151,13 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         created=int(time.time()),
     )
     namespace = (NamespacePart(NamespaceKind.MODEL, loaded.name),)
-    return EngineParts(core=core, tokenizer=tokenizer, info=info, namespace=namespace)
+    limits = RequestLimits(vocab_size=info.vocab_size, max_num_seqs=config.scheduler.max_num_seqs)
+    inputs = InputProcessor(
+        tokenizer, max_model_len=max_model_len, limits=limits, namespace=namespace
+    )
+    return EngineParts(
+        core=core, inputs=inputs, tokenizer=tokenizer, info=info, namespace=namespace
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,9 +15,8 @@ from sapwood.runtime.config import EngineConfig
 from sapwood.runtime.core import EngineStats
 from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
-from sapwood.runtime.processing import Input, InputProcessor, is_single
+from sapwood.runtime.processing import Input, is_single
 from sapwood.runtime.request import Request, SequenceOutput
-from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
 
@@ -41,15 +40,7 @@ class EngineBase(Generic[InboxT]):
         parts = build_engine(self.config, self._clock)
         self.info: EngineInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
-        self._inputs = InputProcessor(
-            parts.tokenizer,
-            max_model_len=parts.info.max_model_len,
-            limits=RequestLimits(
-                vocab_size=parts.info.vocab_size,
-                max_num_seqs=self.config.scheduler.max_num_seqs,
-            ),
-            namespace=parts.namespace,
-        )
+        self._inputs = parts.inputs
         self._inboxes: dict[str, InboxT] = {}  # by request id
         self._in_flight: dict[str, str] = {}  # request id by caller's id
         self._lock = threading.Lock()  # over the two
