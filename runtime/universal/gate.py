@@ -1,0 +1,289 @@
+"""What is tried before a model of transformers may serve: a few forward passes over few tokens.
+
+Nothing tells from outside whether an architecture computes the same over paged attention: some
+never call the attention function, some put a window into the mask alone, some count the rows of the
+batch where they should take positions. So the model is first watched (what does every layer ask of
+attention, and is it what paged attention gives), and then tried: sequences in one flattened batch
+must have the logits that each has alone with transformers' own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sapwood.kernels.interface import Kernels
+from sapwood.runtime.errors import UnsupportedModelError
+from sapwood.runtime.universal.attention import as_tokens, using_attention
+from sapwood.runtime.universal.model import AttentionLayout, UniversalConfig, UniversalModel
+from sapwood.runtime.universal.network import Network, quotation
+from sapwood.runtime.universal.paged import Chunk, MadeUpSequence, PagedTrial, made_up_tokens
+from sapwood.runtime.universal.probe import (
+    PROBE,
+    AttentionCall,
+    Mask,
+    Probe,
+    probing,
+    register_probe,
+)
+
+EAGER = "eager"
+_PROBE_LEN = 8
+_SHORT_LEN, _OTHER_LEN = 11, 7
+_MAX_SHORT_WINDOW = 128  # prompts of the trial are longer than windows up to this
+# The root of the mean square of differences, in standard deviations of the logits. A wrong mask or
+# position makes them differ by a tenth and more.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def admit(config: UniversalConfig, network: Network, kernels: Kernels) -> UniversalModel:
+    """The model over `kernels`, tried. Raises UnsupportedModelError with the reason as a clause.
+
+    Cost: about seven forward passes over some ten tokens.
+    """
+    layout = _watch(config, network)
+    model = UniversalModel(config, network, layout, kernels)
+    with _quoted("over paged attention"):
+        _try_out(model, network, kernels, layout)
+    return model
+
+
+@contextmanager
+def _quoted(where: str) -> Iterator[None]:
+    """Whatever a forward pass inside raises is a reason that quotes it."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"its forward pass fails {where}: {quotation(error)}"
+        ) from error
+
+
+# -- watching ------------------------------------------------------------------------------------
+
+
+def _watch(config: UniversalConfig, network: Network) -> AttentionLayout:
+    """What the layers ask of attention, if paged attention gives all of it."""
+    probe = _probe(config, network)
+    calls = _one_call_of_each_layer(config, network, probe)
+    for call in calls:
+        _check_arguments(call)
+        _check_mask(config, probe, call)
+    return _layout(calls)
+
+
+def _probe(config: UniversalConfig, network: Network) -> Probe:
+    register_probe()
+    device = network.device
+    ids = torch.tensor(made_up_tokens(_PROBE_LEN, config.vocab_size, seed=0), device=device)
+    positions = torch.arange(_PROBE_LEN, device=device)
+    with torch.inference_mode(), using_attention(network.module, PROBE), probing() as probe:
+        with _quoted("on one short sequence"):
+            network.logits(ids, positions, positions)
+    return probe
+
+
+def _one_call_of_each_layer(
+    config: UniversalConfig, network: Network, probe: Probe
+) -> list[AttentionCall]:
+    """The calls in the order of the layers, each of which called once."""
+    layers = sorted(call.layer for call in probe.calls)
+    num_layers = config.num_hidden_layers
+    if not layers:
+        raise UnsupportedModelError(
+            f"{type(network.module).__name__} computes attention by itself, or has none, and never "
+            "calls the function that paging takes the place of"
+        )
+    if silent := sorted(set(range(num_layers)) - set(layers)):
+        raise UnsupportedModelError(
+            f"{len(silent)} of its {num_layers} layers call no attention (the first is layer "
+            f"{silent[0]}): they mix tokens in another way, which paging does not see"
+        )
+    if layers != list(range(num_layers)):
+        twice = next((n for n in layers if layers.count(n) > 1), layers[-1])
+        raise UnsupportedModelError(
+            f"its {num_layers} layers call attention {len(layers)} times (layer {twice} more than "
+            "once, or beyond the last): they do not keep one key and value for each token"
+        )
+    return sorted(probe.calls, key=lambda call: call.layer)
+
+
+def _check_arguments(call: AttentionCall) -> None:
+    if call.has_position_bias:
+        raise UnsupportedModelError(
+            f"layer {call.layer} adds position biases to the scores, which paged attention does not"
+        )
+    if call.unknown:
+        raise UnsupportedModelError(
+            f"layer {call.layer} gives attention {', '.join(call.unknown)}, which paged attention "
+            "does not know"
+        )
+
+
+def _check_mask(config: UniversalConfig, probe: Probe, call: AttentionCall) -> None:
+    """The mask that the layer would have under its own attention is causal within its window."""
+    mask = probe.mask_of(call)
+    if mask is None:
+        if call.mask is not None:
+            raise UnsupportedModelError(
+                f"layer {call.layer} has a mask of its own making, which paging cannot see"
+            )
+        if not call.is_causal:
+            raise UnsupportedModelError(f"layer {call.layer} attends to later tokens as well")
+        return
+    queries, keys = _pairs_to_compare(call.window, config.max_position_embeddings, mask.made.device)
+    seen = _seen(mask, queries, keys)
+    if (seen & (keys > queries)).any():
+        raise UnsupportedModelError(
+            f"layer {call.layer} attends to later tokens as well: it is an encoder, or a decoder "
+            "whose is_decoder is false"
+        )
+    expected = keys <= queries
+    if call.window is not None:
+        expected &= keys > queries - call.window
+    if not torch.equal(seen, expected):
+        raise UnsupportedModelError(_window_mismatch(call, queries, keys, seen & ~expected))
+
+
+def _window_mismatch(call: AttentionCall, queries: Tensor, keys: Tensor, beyond: Tensor) -> str:
+    named = "no window" if call.window is None else f"a window of {call.window} tokens"
+    if beyond.any():
+        return f"layer {call.layer} names {named} to attention and sees more than that in its mask"
+    return (
+        f"layer {call.layer} names {named} to attention, and its mask hides more: the window (or "
+        "chunk) is in the mask alone, which paging does not see"
+    )
+
+
+def _seen(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether each query position sees the key position beside it, bool [n]."""
+    zeros = torch.zeros_like(queries)
+    with _quoted("in its mask at later positions"):
+        return mask.function(zeros, zeros, queries, keys).expand(len(queries))
+
+
+def _pairs_to_compare(
+    window: int | None, max_positions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Positions of queries and keys, int64 [n] each, around every place where a mask may change."""
+    powers = [2**n for n in range(max_positions.bit_length())]
+    lasts = [window or 1, 2 * (window or 1), 3 * (window or 1) + 1, max_positions - 1, *powers]
+    queries = sorted({q for last in lasts for q in (last - 1, last, last + 1)} | set(range(64)))
+    queries = [q for q in queries if 0 <= q < max(max_positions, (window or 0) + 2)]
+    pairs = {
+        (q, k)
+        for q in queries
+        for w in (window or q, *powers)
+        for k in (q - w - 1, q - w, q - w + 1, q - 1, q, q + 1, q // 2, 0)
+        if k >= 0
+    }
+    ordered = torch.tensor(sorted(pairs), device=device)
+    return ordered[:, 0], ordered[:, 1]
+
+
+def _layout(calls: list[AttentionCall]) -> AttentionLayout:
+    shapes = {(call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in calls}
+    if len(shapes) > 1:
+        listed = ", ".join(f"{heads} of {size}" for heads, size in sorted(shapes))
+        raise UnsupportedModelError(
+            f"its layers have key-value heads of different number or size ({listed}), and all "
+            "layers share one cache"
+        )
+    ((num_kv_heads, head_dim),) = shapes
+    for call in calls:
+        if call.num_heads % num_kv_heads:
+            raise UnsupportedModelError(
+                f"layer {call.layer} has {call.num_heads} query heads for {num_kv_heads} key-value "
+                "heads"
+            )
+    return AttentionLayout(
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        layer_windows=tuple(call.window for call in calls),
+    )
+
+
+# -- trying --------------------------------------------------------------------------------------
+
+
+def _try_out(
+    model: UniversalModel, network: Network, kernels: Kernels, layout: AttentionLayout
+) -> None:
+    """Each way to compute a short sequence gives the logits that it has alone."""
+    config = model.config
+    short = [w for w in layout.layer_windows if w is not None and w <= _MAX_SHORT_WINDOW]
+    length = min(
+        max([_SHORT_LEN, *(window + 5 for window in short)]), config.max_position_embeddings
+    )
+    other_len = min(_OTHER_LEN, config.max_position_embeddings)
+    ids = made_up_tokens(length, config.vocab_size, seed=1)
+    others = made_up_tokens(other_len, config.vocab_size, seed=2)
+    trial = PagedTrial(model, kernels, 4 * length + 2 * other_len)
+    (alone,) = trial.step(_new(ids))
+    _check_shape(alone, config)
+
+    _, beside = trial.step(_new(others), _new(ids))
+    check_close(
+        beside, alone, network.dtype,
+        "a sequence's logits change with the sequence before it in the batch: it takes rows of the "
+        "batch for positions, or mixes tokens outside attention",
+    )  # fmt: skip
+    changed = [*ids[:-1], (ids[-1] + 1) % config.vocab_size]
+    far = config.max_position_embeddings - other_len
+    _, beside = trial.step(_new(others[::-1], far), _new(changed))
+    check_close(
+        beside[:-1], alone[:-1], network.dtype,
+        "a token's logits change with a later token, or with the largest position in the batch",
+    )  # fmt: skip
+    sequence, half = MadeUpSequence(), length // 2
+    parts = [
+        trial.step(Chunk(sequence=sequence, token_ids=piece))[0]
+        for piece in (ids[:half], ids[half:-1], ids[-1:])
+    ]
+    check_close(
+        torch.cat(parts), alone, network.dtype,
+        "a sequence computed in pieces has other logits than at once: it keeps more than keys and "
+        "values from token to token",
+    )  # fmt: skip
+    check_close(
+        alone, eager_logits(network, ids), network.dtype,
+        "its logits over paged attention are not those over transformers' own attention",
+    )  # fmt: skip
+
+
+def _new(token_ids: list[int], first_position: int | None = None) -> Chunk:
+    return Chunk(sequence=MadeUpSequence(), token_ids=token_ids, first_position=first_position)
+
+
+def _check_shape(logits: Tensor, config: UniversalConfig) -> None:
+    if logits.shape[-1] != config.vocab_size:
+        raise UnsupportedModelError(
+            f"it gives {logits.shape[-1]} logits, and its configuration says {config.vocab_size}"
+        )
+    if not logits.isfinite().all():
+        raise UnsupportedModelError("its logits are not finite")
+
+
+def eager_logits(network: Network, token_ids: list[int]) -> Tensor:
+    """Logits of one sequence alone with transformers' own attention, float32 [T, vocab_size].
+
+    The model counts its positions itself.
+    """
+    ids = as_tokens(token_ids, network.device)[0]
+    rows = torch.arange(len(token_ids), device=network.device)
+    with torch.inference_mode(), using_attention(network.module, EAGER):
+        return network.logits(ids, None, rows)
+
+
+def check_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, reason: str) -> None:
+    """Raise UnsupportedModelError with `reason` where logits differ by more than rounding does."""
+    error = (actual - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30)
+    if not error <= _TOLERANCES[dtype]:  # also NaN
+        raise UnsupportedModelError(
+            f"{reason} (they differ by {error:.2g} of their standard deviation)"
+        )
