@@ -1,7 +1,7 @@
 """Which architectures of transformers are served, and are their logits right?
 
-For every causal language model of the installed transformers a tiny one with random weights is made,
-written down and loaded as a checkpoint is. It ends as
+For every causal language model of the installed transformers a tiny one with random weights is
+made, written down and loaded as a checkpoint is. It ends as
 
     native     it has a file of its own; its error is measured all the same
     right      it runs through transformers over paged attention
@@ -24,16 +24,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import resource
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import torch
 from common import RESULTS, ROOT, commit, fill, machine, make_parser, settings, write_json
+
+from sapwood.kernels import load_kernels
+from sapwood.runtime.errors import ModelError, UnsupportedModelError
+from sapwood.runtime.models import MODELS
+from sapwood.runtime.universal.load import read_universal_config
+from sapwood.runtime.universal.verify import paged_logits
+from sapwood.runtime.weights import load_model
 
 DOCUMENT = ROOT / "docs" / "models.md"
 RESULT = RESULTS / "models.json"
@@ -41,6 +53,7 @@ MAX_ERROR = 1e-3  # in standard deviations of the logits, float32
 WINDOW = 8  # tokens
 PROMPT_LENS = (40, 39, 38)
 TIMEOUT_SECONDS = 240
+MAX_BYTES = 6 * 2**30  # address space of a type's process
 _WEIGHTS_STD = 0.2  # large enough that every answer hangs on what is attended to
 
 # Sizes by the names that configurations give them.
@@ -95,12 +108,37 @@ SIZES: Mapping[str, Any] = MappingProxyType(
         "eos_token_id": 2,
     }
 )
+_ROPE = MappingProxyType({"rope_type": "default", "rope_theta": 1e4})
 # What a tiny model of a type needs besides.
-OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "cohere_compass_text": {"rope_parameters": {"full_attention": dict(_ROPE)}},
+        "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
+        "dots1": {"n_shared_experts": 1},
+        "fuyu": {"text_config": {"model_type": "persimmon", **SIZES}},
+        "gemma3n_text": {
+            "num_hidden_layers": 10,
+            "num_kv_shared_layers": 5,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 96,
+            "laurel_rank": 8,
+        },
+        "gemma4_unified_assistant": {
+            "text_config": {"model_type": "gemma4_unified_text", **SIZES},
+        },
+        "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+        # As the published models have them; the configurations' defaults are of one kind.
+        "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+        "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+        "mamba2": {"num_heads": 8, "head_dim": 16},
+        "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    }
+)
 VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
         "windows": {"sliding_window": WINDOW, "use_sliding_window": True},
+        "decoder": {"is_decoder": True},
     }
 )
 
@@ -109,8 +147,6 @@ def main() -> None:
     arguments = _parse()
     if arguments.write_docs:
         write_docs(DOCUMENT, RESULT)
-    elif arguments.one is not None:
-        print(json.dumps(run_type(arguments.one)))
     else:
         _run_all(arguments)
 
@@ -118,7 +154,6 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--types", nargs="+", help="these alone, others as measured before")
-    parser.add_argument("--one", help="run one type in this process and print its result")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--write-docs", action="store_true", help="update docs/models.md, run none")
     return parser.parse_args()
@@ -133,40 +168,59 @@ def causal_types() -> list[str]:
 
 def _run_all(arguments: argparse.Namespace) -> None:
     import transformers
+    import transformers.models.llama.modeling_llama  # once here and not in each forked process
 
     started = time.perf_counter()
+    torch.set_num_threads(1)  # a fork of a process with workers would wait for them for ever
+    torch.set_num_threads(1)  # a fork of a process with workers would wait for them for ever
     models: dict[str, Any] = {}
     if arguments.types and arguments.out.exists():
         models = json.loads(arguments.out.read_text(encoding="utf-8"))["models"]
     for model_type in arguments.types or causal_types():
         models[model_type] = _run_process(model_type)
         print(model_type, json.dumps(models[model_type]), flush=True)
-    result = {
-        "question": "which architectures of transformers are served, and are their logits right",
-        "machine": machine(),
-        "commit": commit(),
-        "settings": settings(arguments) | {"window": WINDOW, "prompt_lens": PROMPT_LENS},
-        "transformers": transformers.__version__,
-        "dtype": "float32",
-        "unit": "largest difference of logits in their standard deviations",
-        "seconds": time.perf_counter() - started,
-        "models": dict(sorted(models.items())),
-    }
-    write_json(arguments.out, result)
-    print(_counts(result["models"]))
+        result = {
+            "question": "which architectures of transformers are served, and are they right",
+            "machine": machine(),
+            "commit": commit(),
+            "settings": settings(arguments) | {"window": WINDOW, "prompt_lens": PROMPT_LENS},
+            "transformers": transformers.__version__,
+            "dtype": "float32",
+            "unit": "largest difference of logits in their standard deviations",
+            "seconds": time.perf_counter() - started,
+            "models": dict(sorted(models.items())),
+        }
+        write_json(arguments.out, result)  # what is done is kept if a later one ends it all
+    print(_counts(models))
 
 
 def _run_process(model_type: str) -> dict[str, Any]:
-    """The result of a type from a process of its own, which may crash or hang."""
-    command = [sys.executable, __file__, "--one", model_type]
+    """The result of a type from a process of its own, which may crash or hang.
+
+    It is forked from this one, which has imported transformers and computed nothing.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, model_type))
+    process.start()
+    sender.close()
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return _not_built(f"took more than {TIMEOUT_SECONDS} s")
-    lines = ended.stdout.strip().splitlines()
-    if ended.returncode or not lines:
-        return _not_built((ended.stderr.strip().splitlines() or ["no message"])[-1][:300])
-    return json.loads(lines[-1])
+        if not receiver.poll(TIMEOUT_SECONDS):
+            return _not_built(f"took more than {TIMEOUT_SECONDS} s")
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return _not_built(f"its process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_result(sender: Connection, model_type: str) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars and warnings of tiny models
+    # A configuration that is not tiny after all must not take the machine's memory.
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    sender.send(run_type(model_type))
 
 
 def _not_built(reason: str) -> dict[str, Any]:
@@ -200,12 +254,14 @@ def tiny_config(model_type: str, options: Mapping[str, Any]) -> Any:
     try:
         config_class = CONFIG_MAPPING[model_type]
         names = _names(config_class)
-        if options is VARIANTS["windows"] and "sliding_window" not in names:
+        if options and next(iter(options)) not in names:
             return None
         wanted = {**SIZES, **options, **OVERRIDES.get(model_type, {})}
+        if "kv_lora_rank" in names:  # latent attention: one key-value head for each query head
+            wanted |= {"num_key_value_heads": 4, "head_dim": 8}
         chosen = {name: value for name, value in wanted.items() if name in names}
         for name, part in config_class.sub_configs.items():
-            if name in names and isinstance(part, type):
+            if name in names and name not in wanted and isinstance(part, type):
                 chosen[name] = _tiny_part(part, options)
         return config_class(**chosen)
     except Exception as error:
@@ -224,13 +280,9 @@ def _names(config_class: Any) -> set[str]:
 
 
 def _run_config(config: Any) -> dict[str, Any]:
-    import torch
-
-    from sapwood.kernels import load_kernels
-    from sapwood.runtime.errors import ModelError
-    from sapwood.runtime.models import MODELS
-    from sapwood.runtime.weights import load_model
-
+    is_native = config.model_type in MODELS
+    if not is_native and (reason := _refusal_of_config(config)) is not None:
+        return {"verdict": "refused", "reason": reason}
     with tempfile.TemporaryDirectory() as folder:
         try:
             reference = _reference(config)
@@ -240,52 +292,45 @@ def _run_config(config: Any) -> dict[str, Any]:
                 return _not_built("its logits with random weights are not finite")
             reference.save_pretrained(folder)
         except Exception as error:
-            reason = _refusal_of_config(config)
-            return reason or _not_built(_quotation(error))
+            return _not_built(_quotation(error))
+        kernels = load_kernels("cpu")
         try:
-            kernels = load_kernels("cpu")
-            loaded = load_model(folder, kernels=kernels)
+            model = load_model(folder, kernels=kernels).model
+        except UnsupportedModelError as error:
+            return {"verdict": "refused", "reason": _clause(str(error), config.model_type)}
         except ModelError as error:
-            return {"verdict": "refused", "reason": _reason(str(error), config.model_type, folder)}
-        from sapwood.runtime.universal.verify import paged_logits
-
+            return _not_built(str(error).replace(folder, "the folder"))
         with torch.inference_mode():
-            actual = list(paged_logits(loaded.model, kernels, prompts))
-        error = max(
-            float((ours - theirs).abs().max() / theirs.std())
-            for ours, theirs in zip(actual, expected, strict=True)
-        )
-        good = "native" if config.model_type in MODELS else "right"
-        return {"verdict": good if error <= MAX_ERROR else "wrong", "error": float(f"{error:.2g}")}
+            actual = list(paged_logits(model, kernels, prompts))
+    error = max(
+        float((ours - theirs).abs().max() / theirs.std())
+        for ours, theirs in zip(actual, expected, strict=True)
+    )
+    good = "native" if is_native else "right"
+    return {"verdict": good if error <= MAX_ERROR else "wrong", "error": float(f"{error:.2g}")}
 
 
-def _refusal_of_config(config: Any) -> dict[str, Any] | None:
-    """The refusal where loading refuses by the configuration alone, whether or not it runs here."""
-    from sapwood.runtime.errors import ModelError
-    from sapwood.runtime.universal.load import read_universal_config
-
+def _refusal_of_config(config: Any) -> str | None:
+    """Why the configuration alone is refused, whether or not a model of it runs here."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             config.save_pretrained(folder)
             read_universal_config(Path(folder))
-        except ModelError as error:
-            return {"verdict": "refused", "reason": _reason(str(error), config.model_type, folder)}
-        except Exception:
+        except UnsupportedModelError as error:
+            return _clause(str(error), config.model_type)
+        except Exception:  # what is wrong with it shows where it is built
             return None
     return None
 
 
-def _reason(message: str, model_type: str, folder: str) -> str:
-    """The clause of a refusal."""
-    message = message.replace(folder, "the folder")
-    return message.removeprefix(f"model_type {model_type!r} is not served: ").partition(
-        ". Served are"
-    )[0]
+def _clause(message: str, model_type: str) -> str:
+    """The reason out of a refusal."""
+    reason = message.removeprefix(f"model_type {model_type!r} is not served: ")
+    return reason.partition(". Served are")[0]
 
 
 def _reference(config: Any) -> Any:
     """A model with transformers' own attention and random weights in which every token counts."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -294,20 +339,17 @@ def _reference(config: Any) -> Any:
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(mean=float("norm" in name), std=_WEIGHTS_STD)
+            is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
+            parameter.normal_(mean=float(is_scale), std=_WEIGHTS_STD)
     return model
 
 
 def _prompt(length: int, config: Any) -> list[int]:
-    import numpy as np
-
     vocab_size = config.get_text_config().vocab_size
     return np.random.default_rng(length).integers(3, vocab_size, length).tolist()
 
 
 def _reference_logits(model: Any, prompt: list[int]) -> Any:
-    import torch
-
     with torch.inference_mode():
         return model(torch.tensor([prompt]), use_cache=False).logits[0].float()
 
@@ -315,6 +357,79 @@ def _reference_logits(model: Any, prompt: list[int]) -> Any:
 def _quotation(error: BaseException) -> str:
     first_line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line:.200}"
+
+
+# -- the document --------------------------------------------------------------------------------
+
+
+def _counts(models: Mapping[str, Any]) -> str:
+    counts = Counter(result["verdict"] for result in models.values())
+    return ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+
+
+def write_docs(document: Path, results: Path) -> None:
+    """Fill the tables of `document` from the registry and the results."""
+    text = document.read_text(encoding="utf-8")
+    result = json.loads(results.read_text(encoding="utf-8"))
+    for name, figures in figures_of(result):
+        text = fill(text, name, figures)
+    document.write_text(text, encoding="utf-8")
+
+
+def figures_of(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name of the marks, figures) for docs/models.md.
+
+    What is native is for the registry to say, so that a type which has got a file of its own since
+    the results were measured is not listed as another.
+    """
+    yield "native", ", ".join(f"`{name}`" for name in sorted(MODELS)) + "."
+    others = {name: r for name, r in result["models"].items() if name not in MODELS}
+    by_verdict = {
+        verdict: {name: r for name, r in others.items() if r["verdict"] == verdict}
+        for verdict in ("right", "refused", "not built")
+    }
+    yield "source", _source(result, by_verdict)
+    yield "right", _right_table(by_verdict["right"])
+    yield "refused", _reason_table(by_verdict["refused"])
+    yield "not built", _reason_table(by_verdict["not built"])
+
+
+def _source(result: Mapping[str, Any], by_verdict: Mapping[str, Mapping[str, Any]]) -> str:
+    counts = ", ".join(f"{len(models)} {verdict}" for verdict, models in by_verdict.items())
+    facts = result["machine"]
+    return (
+        f"Of the types without a native file: {counts}. From `bench/results/{RESULT.name}`: "
+        f"transformers {result['transformers']}, torch {facts['torch']}, {result['dtype']}, "
+        f"{facts['processor']}, commit {(result['commit'] or 'unknown')[:12]}."
+    )
+
+
+def _right_table(models: Mapping[str, Any]) -> str:
+    rows = [
+        "| model_type | error | with a window | what is not served of it |",
+        "|---|---|---|---|",
+    ]
+    for name, result in models.items():
+        variants = result.get("variants", {"default": result})
+        errors = {variant: f"{r['error']:.0e}" for variant, r in variants.items() if "error" in r}
+        plain = errors.get("default") or (
+            f"{errors['decoder']} (is_decoder true)" if "decoder" in errors else ""
+        )
+        left_out = "; ".join(
+            f"{variant}: {r['reason']}" for variant, r in variants.items() if "reason" in r
+        )
+        rows.append(f"| `{name}` | {plain} | {errors.get('windows', '')} | {left_out} |")
+    return "\n".join(rows)
+
+
+def _reason_table(models: Mapping[str, Any]) -> str:
+    rows = ["| model_type | why |", "|---|---|"]
+    for name, result in models.items():
+        reason = result.get("reason") or "; ".join(
+            f"{variant}: {r['reason']}" for variant, r in result["variants"].items()
+        )
+        rows.append(f"| `{name}` | {reason.replace('|', '/')} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

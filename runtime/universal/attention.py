@@ -101,7 +101,9 @@ def paged_attention(
         )
     rows = (heads[0].transpose(0, 1) for heads in (query, key, value))
     scale = scale_of(query, scaling)
-    attended = _STEP.get().attend(layer_of(module), *rows, scale=scale, softcap=softcap, sinks=s_aux)
+    attended = _STEP.get().attend(
+        layer_of(module), *rows, scale=scale, softcap=softcap, sinks=s_aux
+    )
     return attended.unsqueeze(0), None
 
 
