@@ -130,6 +130,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # As the published models have them; the configurations' defaults are of one kind.
         "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
         "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+        "xmod": {"default_language": "en_XX", "is_decoder": True},
+        "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
+        "zaya": {"num_experts_per_tok": 1},
         "mamba2": {"num_heads": 8, "head_dim": 16},
         "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     }
@@ -285,12 +288,11 @@ def _run_config(config: Any) -> dict[str, Any]:
         return {"verdict": "refused", "reason": reason}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            reference = _reference(config)
+            reference = _written_down(config, folder)
             prompts = [_prompt(length, config) for length in PROMPT_LENS]
             expected = [_reference_logits(reference, prompt) for prompt in prompts]
             if not all(logits.isfinite().all() for logits in expected):
                 return _not_built("its logits with random weights are not finite")
-            reference.save_pretrained(folder)
         except Exception as error:
             return _not_built(_quotation(error))
         kernels = load_kernels("cpu")
@@ -329,19 +331,21 @@ def _clause(message: str, model_type: str) -> str:
     return reason.partition(". Served are")[0]
 
 
-def _reference(config: Any) -> Any:
-    """A model with transformers' own attention and random weights in which every token counts."""
+def _written_down(config: Any, folder: str) -> Any:
+    """A checkpoint of random weights in which every token counts, and transformers' own reading of
+    it with its own attention: which weights are tied shows only when they are read."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
             parameter.normal_(mean=float(is_scale), std=_WEIGHTS_STD)
-    return model
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def _prompt(length: int, config: Any) -> list[int]:

@@ -9,8 +9,10 @@ must have the logits that each has alone with transformers' own attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -34,20 +36,24 @@ EAGER = "eager"
 _PROBE_LEN = 8
 _SHORT_LEN, _OTHER_LEN = 11, 7
 _MAX_SHORT_WINDOW = 128  # prompts of the trial are longer than windows up to this
-# The root of the mean square of differences, in standard deviations of the logits. A wrong mask or
-# position makes them differ by a tenth and more.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# The root of the mean square of differences, in standard deviations of the logits. Batches of the
+# same shape are rounded alike, so that between those hardly anything but a mistake differs.
+TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+)
+_SAME_SHAPE_TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+)
 
 
 def admit(config: UniversalConfig, network: Network, kernels: Kernels) -> UniversalModel:
     """The model over `kernels`, tried. Raises UnsupportedModelError with the reason as a clause.
 
-    Cost: about seven forward passes over some ten tokens.
+    Cost: about nine forward passes over some ten tokens.
     """
     layout = _watch(config, network)
     model = UniversalModel(config, network, layout, kernels)
-    with _quoted("over paged attention"):
-        _try_out(model, network, kernels, layout)
+    _try_out(model, network, kernels)
     return model
 
 
@@ -211,49 +217,85 @@ def _layout(calls: list[AttentionCall]) -> AttentionLayout:
 # -- trying --------------------------------------------------------------------------------------
 
 
-def _try_out(
-    model: UniversalModel, network: Network, kernels: Kernels, layout: AttentionLayout
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """A sequence, another one for beside it, and the model that computes them."""
+
+    network: Network
+    paged: PagedTrial
+    ids: list[int]
+    others: list[int]
+    far: int  # the last position at which `others` fit the context
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.network.dtype]
+
+    @property
+    def same_shape_tolerance(self) -> float:
+        return _SAME_SHAPE_TOLERANCES[self.network.dtype]
+
+    def run(self, *chunks: Chunk) -> list[Tensor]:
+        """Logits of each chunk from one batch. What a forward pass raises is a reason."""
+        with _quoted("over paged attention"):
+            return self.paged.step(*chunks)
+
+
+def _try_out(model: UniversalModel, network: Network, kernels: Kernels) -> None:
     """Each way to compute a short sequence gives the logits that it has alone."""
     config = model.config
-    short = [w for w in layout.layer_windows if w is not None and w <= _MAX_SHORT_WINDOW]
-    length = min(
-        max([_SHORT_LEN, *(window + 5 for window in short)]), config.max_position_embeddings
+    windows = [w for w in model.kv_spec(1, 1).windows if w is not None and w <= _MAX_SHORT_WINDOW]
+    context = config.max_position_embeddings
+    length = min(max([_SHORT_LEN, *(window + 5 for window in windows)]), context)
+    other_len = min(_OTHER_LEN, context)
+    trial = _Trial(
+        network=network,
+        paged=PagedTrial(model, kernels, 5 * length + 3 * other_len),
+        ids=made_up_tokens(length, config.vocab_size, seed=1),
+        others=made_up_tokens(other_len, config.vocab_size, seed=2),
+        far=context - other_len,
     )
-    other_len = min(_OTHER_LEN, config.max_position_embeddings)
-    ids = made_up_tokens(length, config.vocab_size, seed=1)
-    others = made_up_tokens(other_len, config.vocab_size, seed=2)
-    trial = PagedTrial(model, kernels, 4 * length + 2 * other_len)
-    (alone,) = trial.step(_new(ids))
+    (alone,) = trial.run(_new(trial.ids))
     _check_shape(alone, config)
+    _try_beside_another(trial, alone)
+    _try_in_pieces(trial, alone)
+    with _quoted("with transformers' own attention"):
+        eager = eager_logits(network, trial.ids)
+    reason = "its logits over paged attention are not those over transformers' own attention"
+    check_close(alone, eager, trial.tolerance, reason)
 
-    _, beside = trial.step(_new(others), _new(ids))
-    check_close(
-        beside, alone, network.dtype,
-        "a sequence's logits change with the sequence before it in the batch: it takes rows of the "
-        "batch for positions, or mixes tokens outside attention",
-    )  # fmt: skip
-    changed = [*ids[:-1], (ids[-1] + 1) % config.vocab_size]
-    far = config.max_position_embeddings - other_len
-    _, beside = trial.step(_new(others[::-1], far), _new(changed))
-    check_close(
-        beside[:-1], alone[:-1], network.dtype,
-        "a token's logits change with a later token, or with the largest position in the batch",
-    )  # fmt: skip
-    sequence, half = MadeUpSequence(), length // 2
+
+def _try_beside_another(trial: _Trial, alone: Tensor) -> None:
+    """Neither the place in the batch, nor what else is in it, nor later tokens change logits."""
+    first, _ = trial.run(_new(trial.ids), _new(trial.others))
+    _, second = trial.run(_new(trial.others), _new(trial.ids))
+    reason = (
+        "a sequence's logits change with its place in the batch: it takes rows of the batch for "
+        "positions, or mixes tokens outside attention"
+    )
+    check_close(second, first, trial.same_shape_tolerance, reason)
+    check_close(second, alone, trial.tolerance, reason)
+    other_last = 0 if trial.ids[-1] else 1
+    changed = [*trial.ids[:-1], other_last]
+    _, third = trial.run(_new(trial.others[::-1], trial.far), _new(changed))
+    reason = "a token's logits change with a later token, or with the batch's largest position"
+    check_close(third[:-1], second[:-1], trial.same_shape_tolerance, reason)
+
+
+def _try_in_pieces(trial: _Trial, alone: Tensor) -> None:
+    """Two chunks and a last token have the logits of the whole."""
+    ids, half = trial.ids, len(trial.ids) // 2
+    sequence = MadeUpSequence()
     parts = [
-        trial.step(Chunk(sequence=sequence, token_ids=piece))[0]
+        trial.run(Chunk(sequence=sequence, token_ids=piece))[0]
         for piece in (ids[:half], ids[half:-1], ids[-1:])
+        if piece
     ]
-    check_close(
-        torch.cat(parts), alone, network.dtype,
+    reason = (
         "a sequence computed in pieces has other logits than at once: it keeps more than keys and "
-        "values from token to token",
-    )  # fmt: skip
-    check_close(
-        alone, eager_logits(network, ids), network.dtype,
-        "its logits over paged attention are not those over transformers' own attention",
-    )  # fmt: skip
+        "values from token to token"
+    )
+    check_close(torch.cat(parts), alone, trial.tolerance, reason)
 
 
 def _new(token_ids: list[int], first_position: int | None = None) -> Chunk:
@@ -280,10 +322,10 @@ def eager_logits(network: Network, token_ids: list[int]) -> Tensor:
         return network.logits(ids, None, rows)
 
 
-def check_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, reason: str) -> None:
-    """Raise UnsupportedModelError with `reason` where logits differ by more than rounding does."""
+def check_close(actual: Tensor, expected: Tensor, tolerance: float, reason: str) -> None:
+    """Raise UnsupportedModelError with `reason` where logits differ by more than `tolerance`."""
     error = (actual - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30)
-    if not error <= _TOLERANCES[dtype]:  # also NaN
+    if not error <= tolerance:  # also NaN
         raise UnsupportedModelError(
             f"{reason} (they differ by {error:.2g} of their standard deviation)"
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sapwood.runtime.errors import ModelError, UnsupportedModelError
 from sapwood.runtime.universal.attention import PAGED, register_paged_attention
 from sapwood.runtime.universal.obstacles import obstacle_in
+from sapwood.runtime.universal.refusal import refused
 from sapwood.runtime.universal.rotary import pin_rotary_frequencies
 
 # Old checkpoints store these; they are computed from the configuration.
@@ -106,8 +107,6 @@ def _check_known(model_type: str, raw: dict[str, Any]) -> None:
 @contextmanager
 def _told_about(model_type: str) -> Iterator[None]:
     """Refusals inside are told with the architecture in front and what is served behind."""
-    from sapwood.runtime.universal.refusal import refused
-
     try:
         yield
     except UnsupportedModelError as error:
@@ -165,10 +164,20 @@ def _quoted() -> Iterator[None]:
     """Whatever goes wrong while transformers builds the model is a refusal that quotes it."""
     try:
         yield
-    except Exception as error:
+    except KeyError as error:
+        if error.args != (PAGED,):
+            raise _not_built(error) from error
         raise UnsupportedModelError(
-            f"transformers cannot build it over our attention: {quotation(error)}"
+            "it chooses its attention from a list of its own, where ours cannot be"
         ) from error
+    except Exception as error:
+        raise _not_built(error) from error
+
+
+def _not_built(error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"transformers cannot build it over our attention: {quotation(error)}"
+    )
 
 
 def quotation(error: BaseException) -> str:

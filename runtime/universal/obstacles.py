@@ -6,6 +6,7 @@ served: ".
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,8 +59,6 @@ def _biases(config: Any, model_class: Any) -> str | None:
 
 def _builds_alibi(model_class: Any) -> bool:
     """Whether the class always builds ALiBi biases: there is no option, and code for it."""
-    import sys
-
     return any("alibi" in name for name in vars(sys.modules[model_class.__module__]))
 
 
@@ -67,14 +66,11 @@ def _layer_kinds(config: Any, model_class: Any) -> str | None:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     if others := sorted(map(str, kinds - _PAGED_LAYERS)):
-        return f"it has layers of {_and(others)}; served are full_attention and sliding_attention"
+        listed = " and ".join(others)
+        return f"it has layers of {listed}; served are full_attention and sliding_attention"
     if getattr(text, "attention_chunk_size", None):
         return "it attends within chunks (chunked_attention), and served are windows"
     return None
-
-
-def _and(names: list[str]) -> str:
-    return " and ".join(names)
 
 
 def _recurrence(config: Any, model_class: Any) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sapwood.kernels.interface import Kernels
 from sapwood.runtime.errors import UnsupportedModelError
-from sapwood.runtime.universal.gate import check_close, eager_logits
+from sapwood.runtime.universal.gate import TOLERANCES, check_close, eager_logits
 from sapwood.runtime.universal.model import UniversalModel
 from sapwood.runtime.universal.network import Network
 from sapwood.runtime.universal.paged import Chunk, MadeUpSequence, PagedTrial, made_up_tokens
@@ -38,15 +38,15 @@ def verify(model: UniversalModel, network: Network, kernels: Kernels) -> None:
             f"own attention is tried up to {_MAX_LEN}; it may be loaded without verify_model"
         )
     prompts = [
-        made_up_tokens(length - index, config.vocab_size, seed=10 + index)
+        made_up_tokens(max(1, length - index), config.vocab_size, seed=10 + index)
         for index in range(_NUM_PROMPTS)
     ]
     for prompt, logits in zip(prompts, paged_logits(model, kernels, prompts), strict=True):
-        check_close(
-            logits, eager_logits(network, prompt), network.dtype,
+        reason = (
             f"its logits for {len(prompt)} tokens over paged attention are not those over "
-            "transformers' own attention",
-        )  # fmt: skip
+            "transformers' own attention"
+        )
+        check_close(logits, eager_logits(network, prompt), TOLERANCES[network.dtype], reason)
 
 
 def paged_logits(
@@ -66,6 +66,7 @@ def paged_logits(
 
 
 def _pieces(prompt: list[int]) -> list[list[int]]:
-    """Two chunks, then tokens one by one."""
-    half, decoded = len(prompt) // 2, len(prompt) - _NUM_DECODED
-    return [prompt[:half], prompt[half:decoded], *([token] for token in prompt[decoded:])]
+    """Two chunks, then tokens one by one; fewer where the prompt is short."""
+    half, decoded = len(prompt) // 2, max(len(prompt) // 2, len(prompt) - _NUM_DECODED)
+    chunks = [prompt[:half], prompt[half:decoded]]
+    return [chunk for chunk in chunks if chunk] + [[token] for token in prompt[decoded:]]

@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("bloom", SMALL, "ALiBi"),
     "mpt": ("mpt", {"vocab_size": 400, "d_model": 64, "n_layers": 2, "n_heads": 4}, "ALiBi"),
     "falcon with alibi": ("falcon", SMALL | {"alibi": True}, "ALiBi"),
-    "falcon without": ("falcon", SMALL | {"alibi": False}, "cannot build it over our attention"),
+    "falcon without": ("falcon", SMALL | {"alibi": False}, "a list of its own"),
     "mamba": ("mamba", {"vocab_size": 400, "hidden_size": 64}, "linear_attention"),
     "xglm": (
         "xglm",
@@ -484,8 +484,31 @@ def test_the_gate_sees_rows_that_touch_each_other(
 
     monkeypatch.setattr(Network, "logits", mixed)
     folder = save_config(tmp_path, config_of("gpt2", **GPT2, initializer_range=0.2))
-    with pytest.raises(UnsupportedModelError, match="with the sequence before it"):
+    with pytest.raises(UnsupportedModelError, match="with its place in the batch"):
         load_dummy(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_the_gate_lets_half_precision_through(model_type: str, dtype: str, tmp_path: Path) -> None:
+    save(tmp_path, config_of(model_type, **TYPES[model_type]))
+    spec = load(tmp_path, dtype=dtype).model.kv_spec(1, 16)
+    assert str(spec.dtype) == f"torch.{dtype}"
+
+
+def test_rows_taken_for_positions_are_seen_in_half_precision_too(tmp_path: Path) -> None:
+    options = {"d_model": 64, "decoder_layers": 2, "encoder_layers": 2, "vocab_size": 400}
+    config = config_of(
+        "blenderbot-small",
+        **options,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=64,
+        is_encoder_decoder=False,
+        is_decoder=True,
+        init_std=0.2,
+    )
+    with pytest.raises(UnsupportedModelError, match="with its place in the batch"):
+        load_dummy(save_config(tmp_path, config), dtype="bfloat16")
 
 
 def test_whatever_a_forward_pass_raises_is_quoted(
