@@ -173,7 +173,7 @@ def _run_all(arguments: argparse.Namespace) -> None:
     import transformers
     import transformers.models.llama.modeling_llama  # once here and not in each forked process
 
-    started = time.perf_counter()
+    started, at_commit = time.perf_counter(), commit()
     torch.set_num_threads(1)  # a fork of a process with workers would wait for them for ever
     torch.set_num_threads(1)  # a fork of a process with workers would wait for them for ever
     models: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def _run_all(arguments: argparse.Namespace) -> None:
         result = {
             "question": "which architectures of transformers are served, and are they right",
             "machine": machine(),
-            "commit": commit(),
+            "commit": at_commit,
             "settings": settings(arguments) | {"window": WINDOW, "prompt_lens": PROMPT_LENS},
             "transformers": transformers.__version__,
             "dtype": "float32",
