@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -127,24 +126,18 @@ def register_paged_attention() -> None:
     AttentionInterface.register(PAGED, paged_attention)
 
 
-def use_attention(network: nn.Module, name: str) -> None:
-    """Let every part of `network` look up its attention function by `name` from now on."""
+@contextmanager
+def using_attention(network: nn.Module, name: str) -> Iterator[None]:
+    """Every part of `network` looks up its attention by `name` meanwhile, by `PAGED` afterwards."""
+    _use_attention(network, name)
+    try:
+        yield
+    finally:
+        _use_attention(network, PAGED)
+
+
+def _use_attention(network: nn.Module, name: str) -> None:
     for module in network.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
-
-
-@contextmanager
-def using_attention(network: nn.Module, name: str) -> Iterator[None]:
-    """The same for a while; `PAGED` afterwards."""
-    use_attention(network, name)
-    try:
-        yield
-    finally:
-        use_attention(network, PAGED)
-
-
-def as_tokens(ids: list[int], device: torch.device) -> Tensor:
-    """Token ids or positions as transformers takes them: int64 [1, T]."""
-    return torch.tensor([ids], dtype=torch.int64, device=device)

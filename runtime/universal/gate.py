@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sapwood.kernels.interface import Kernels
 from sapwood.runtime.errors import UnsupportedModelError
-from sapwood.runtime.universal.attention import as_tokens, using_attention
+from sapwood.runtime.universal.attention import using_attention
 from sapwood.runtime.universal.model import AttentionLayout, UniversalConfig, UniversalModel
 from sapwood.runtime.universal.network import Network, quotation
 from sapwood.runtime.universal.paged import Chunk, MadeUpSequence, PagedTrial, made_up_tokens
@@ -80,7 +80,7 @@ def _watch(config: UniversalConfig, network: Network) -> AttentionLayout:
     for call in calls:
         _check_arguments(call)
         _check_mask(config, probe, call)
-    return _layout(calls)
+    return _layout(calls, config.max_position_embeddings)
 
 
 def _probe(config: UniversalConfig, network: Network) -> Probe:
@@ -124,6 +124,8 @@ def _check_arguments(call: AttentionCall) -> None:
         raise UnsupportedModelError(
             f"layer {call.layer} adds position biases to the scores, which paged attention does not"
         )
+    if call.window is not None and call.window < 1:
+        raise UnsupportedModelError(f"layer {call.layer} has a window of {call.window} tokens")
     if call.unknown:
         raise UnsupportedModelError(
             f"layer {call.layer} gives attention {', '.join(call.unknown)}, which paged attention "
@@ -141,6 +143,10 @@ def _check_mask(config: UniversalConfig, probe: Probe, call: AttentionCall) -> N
             )
         if not call.is_causal:
             raise UnsupportedModelError(f"layer {call.layer} attends to later tokens as well")
+        if call.window is not None:
+            raise UnsupportedModelError(
+                f"layer {call.layer} names a window of {call.window} tokens and has no mask for it"
+            )
         return
     queries, keys = _pairs_to_compare(call.window, config.max_position_embeddings, mask.made.device)
     seen = _seen(mask, queries, keys)
@@ -153,10 +159,11 @@ def _check_mask(config: UniversalConfig, probe: Probe, call: AttentionCall) -> N
     if call.window is not None:
         expected &= keys > queries - call.window
     if not torch.equal(seen, expected):
-        raise UnsupportedModelError(_window_mismatch(call, queries, keys, seen & ~expected))
+        raise UnsupportedModelError(_window_mismatch(call, seen & ~expected))
 
 
-def _window_mismatch(call: AttentionCall, queries: Tensor, keys: Tensor, beyond: Tensor) -> str:
+def _window_mismatch(call: AttentionCall, beyond: Tensor) -> str:
+    """`beyond` says for which pairs the mask shows what the window would hide, bool [n]."""
     named = "no window" if call.window is None else f"a window of {call.window} tokens"
     if beyond.any():
         return f"layer {call.layer} names {named} to attention and sees more than that in its mask"
@@ -192,7 +199,8 @@ def _pairs_to_compare(
     return ordered[:, 0], ordered[:, 1]
 
 
-def _layout(calls: list[AttentionCall]) -> AttentionLayout:
+def _layout(calls: list[AttentionCall], context: int) -> AttentionLayout:
+    """What the cache is made of. A window as long as the context is none."""
     shapes = {(call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in calls}
     if len(shapes) > 1:
         listed = ", ".join(f"{heads} of {size}" for heads, size in sorted(shapes))
@@ -210,7 +218,10 @@ def _layout(calls: list[AttentionCall]) -> AttentionLayout:
     return AttentionLayout(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        layer_windows=tuple(call.window for call in calls),
+        layer_windows=tuple(
+            call.window if call.window is not None and call.window < context else None
+            for call in calls
+        ),
     )
 
 
@@ -316,7 +327,7 @@ def eager_logits(network: Network, token_ids: list[int]) -> Tensor:
 
     The model counts its positions itself.
     """
-    ids = as_tokens(token_ids, network.device)[0]
+    ids = torch.tensor(token_ids, device=network.device)
     rows = torch.arange(len(token_ids), device=network.device)
     with torch.inference_mode(), using_attention(network.module, EAGER):
         return network.logits(ids, None, rows)

@@ -549,6 +549,12 @@ def test_a_window_too_long_to_verify_is_told(tmp_path: Path) -> None:
     assert isinstance(load_dummy(folder).model, UniversalModel)
 
 
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    options = GROUPED | {"sliding_window": GROUPED["max_position_embeddings"]}
+    folder = save_config(tmp_path, config_of("starcoder2", **options))
+    assert load_dummy(folder).model.kv_spec(1, 16).windows == {None}
+
+
 def test_attention_outside_a_step_fails_rather_than_attends_to_another(tmp_path: Path) -> None:
     folder = save_config(tmp_path, config_of("gpt2", **GPT2))
     network = load_dummy(folder).model._network
@@ -572,4 +578,4 @@ def test_layers_of_different_heads_are_refused_with_both() -> None:
         unknown=(),
     )
     with pytest.raises(UnsupportedModelError, match="2 of 16, 4 of 16"):
-        gate._layout([call, replace(call, layer=1, num_kv_heads=4)])
+        gate._layout([call, replace(call, layer=1, num_kv_heads=4)], context=64)
