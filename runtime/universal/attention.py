@@ -46,17 +46,20 @@ class PagedStep:
     ) -> Tensor:
         """Store the rows' keys and values and attend. Heads [T, H, D], result [T, Hq, Dv].
 
-        Where keys are wider than values, or the other way round, zeros make up for it: they add
-        nothing to a score, and what they add to a result is cut off.
+        All is computed in the cache's dtype, whatever the model made of its heads. Where keys are
+        wider than values, or the other way round, zeros make up for it: they add nothing to a
+        score, and what they add to a result is cut off.
         """
-        value_dim, head_dim = value.shape[-1], self.kv.spec.head_dim
-        query, key, value = (_widened(heads, head_dim) for heads in (query, key, value))
+        value_dim, dtype, spec = value.shape[-1], query.dtype, self.kv.spec
+        query, key, value = (
+            _widened(heads.to(spec.dtype), spec.head_dim) for heads in (query, key, value)
+        )
         self.kernels.write_kv(self.kv, layer, key, value, self.batch.slots)
         prepared = self.batch.attention
         attended = self.kernels.attention(
             query, self.kv, layer, prepared, scale, softcap=softcap, sinks=sinks
         )
-        return attended[..., :value_dim]
+        return attended[..., :value_dim].to(dtype)
 
 
 def _widened(heads: Tensor, head_dim: int) -> Tensor:

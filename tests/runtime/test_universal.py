@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sapwood import ConfigError, Engine, ModelError, SamplingParams, UnsupportedModelError
-from sapwood.kernels import load_kernels
+from sapwood.kernels import KERNELS, load_kernels
 from sapwood.runtime.quantize import Quantize
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.universal import attention, gate
@@ -273,6 +273,16 @@ def test_longrope_is_pinned_to_the_frequencies_of_the_full_context(tmp_path: Pat
     kernels = load_kernels("cpu")
     model = load_model(tmp_path, kernels=kernels).model
     prompt = prompts_of(1)[0] + list(range(50, 70))
+    with torch.inference_mode():
+        (logits,) = paged_logits(model, kernels, [prompt])
+    assert largest_error(logits, reference_logits(reference, prompt)) <= 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_every_backend_serves_windows_and_sinks(name: str, tmp_path: Path) -> None:
+    reference = save(tmp_path, config_of("gpt_oss", **TYPES["gpt_oss"]))
+    kernels, prompt = load_kernels(name), prompts_of(1)[0]
+    model = load_model(tmp_path, kernels=kernels).model
     with torch.inference_mode():
         (logits,) = paged_logits(model, kernels, [prompt])
     assert largest_error(logits, reference_logits(reference, prompt)) <= 1e-3
