@@ -131,6 +131,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
         "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
         "xmod": {"default_language": "en_XX", "is_decoder": True},
+        "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (8, 16)},
         "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
         "zaya": {"num_experts_per_tok": 1},
         "mamba2": {"num_heads": 8, "head_dim": 16},

@@ -45,11 +45,16 @@ _SAME_SHAPE_TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 )
 
+# The same batch, computed twice: only atomic additions on a GPU may round it in another way.
+_REPEAT_TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
+)
+
 
 def admit(config: UniversalConfig, network: Network, kernels: Kernels) -> UniversalModel:
     """The model over `kernels`, tried. Raises UnsupportedModelError with the reason as a clause.
 
-    Cost: about nine forward passes over some ten tokens.
+    Cost: about eleven forward passes over some ten tokens.
     """
     layout = _watch(config, network)
     model = UniversalModel(config, network, layout, kernels)
@@ -270,6 +275,7 @@ def _try_out(model: UniversalModel, network: Network, kernels: Kernels) -> None:
     _check_shape(alone, config)
     _try_beside_another(trial, alone)
     _try_in_pieces(trial, alone)
+    _try_positions(trial)
     with _quoted("with transformers' own attention"):
         eager = eager_logits(network, trial.ids)
     reason = "its logits over paged attention are not those over transformers' own attention"
@@ -309,6 +315,16 @@ def _try_in_pieces(trial: _Trial, alone: Tensor) -> None:
     check_close(torch.cat(parts), alone, trial.tolerance, reason)
 
 
+def _try_positions(trial: _Trial) -> None:
+    """The model counts positions from 0, as it is told them."""
+    network, ids = trial.network, trial.ids
+    positions = torch.arange(len(ids), device=network.device)
+    with _quoted("with transformers' own attention"):
+        counted, told = eager_logits(network, ids), eager_logits(network, ids, positions)
+    reason = "it counts positions in a way of its own and not from 0"
+    check_close(told, counted, _REPEAT_TOLERANCES[network.dtype], reason)
+
+
 def _new(token_ids: list[int], first_position: int | None = None) -> Chunk:
     return Chunk(sequence=MadeUpSequence(), token_ids=token_ids, first_position=first_position)
 
@@ -322,15 +338,15 @@ def _check_shape(logits: Tensor, config: UniversalConfig) -> None:
         raise UnsupportedModelError("its logits are not finite")
 
 
-def eager_logits(network: Network, token_ids: list[int]) -> Tensor:
+def eager_logits(network: Network, token_ids: list[int], positions: Tensor | None = None) -> Tensor:
     """Logits of one sequence alone with transformers' own attention, float32 [T, vocab_size].
 
-    The model counts its positions itself.
+    The model counts its positions itself unless they are given, int64 [T].
     """
     ids = torch.tensor(token_ids, device=network.device)
     rows = torch.arange(len(token_ids), device=network.device)
     with torch.inference_mode(), using_attention(network.module, EAGER):
-        return network.logits(ids, None, rows)
+        return network.logits(ids, positions, rows)
 
 
 def check_close(actual: Tensor, expected: Tensor, tolerance: float, reason: str) -> None:

@@ -521,6 +521,13 @@ def test_rows_taken_for_positions_are_seen_in_half_precision_too(tmp_path: Path)
         load_dummy(save_config(tmp_path, config), dtype="bfloat16")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_positions_that_do_not_start_at_zero_are_seen(dtype: str, tmp_path: Path) -> None:
+    config = config_of("roberta", **SMALL, is_decoder=True)
+    with pytest.raises(UnsupportedModelError, match="counts positions in a way of its own"):
+        load_dummy(save_config(tmp_path, config), dtype=dtype)
+
+
 def test_whatever_a_forward_pass_raises_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
