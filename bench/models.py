@@ -360,8 +360,8 @@ def _reference_logits(model: Any, prompt: list[int]) -> Any:
 
 
 def _quotation(error: BaseException) -> str:
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line:.200}"
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 # -- the document --------------------------------------------------------------------------------

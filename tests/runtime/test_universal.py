@@ -418,7 +418,7 @@ def test_dummy_weights_are_the_same_every_time(tmp_path: Path) -> None:
 
 def test_a_native_model_has_nothing_to_verify(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="llama has a native file"):
-        load(tiny_model, verify_model=True)
+        Engine(str(tiny_model), verify_model=True)
 
 
 def test_a_checkpoint_with_other_tensors_than_the_model_is_told(tmp_path: Path) -> None:
