@@ -160,7 +160,7 @@ def _load_universal(
             "projections are computed in the model's dtype; use none"
         )
     if not is_dummy:
-        _safetensors_files(path)
+        SafetensorsFolder(path, torch.device("cpu"))  # raises where there are none, or broken ones
     model = load_universal(
         config,
         None if is_dummy else path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sapwood.runtime.checkpoint_json import read_json_object
+from sapwood.runtime.checkpoint_tensors import some_of
 from sapwood.runtime.errors import ModelError, UnsupportedModelError
+from sapwood.runtime.quantized_checkpoint import quantization_settings
 from sapwood.runtime.universal.attention import PAGED, register_paged_attention
 from sapwood.runtime.universal.obstacles import obstacle_in
 from sapwood.runtime.universal.refusal import refused
@@ -20,7 +22,6 @@ from sapwood.runtime.universal.rotary import pin_rotary_frequencies
 
 # Old checkpoints store these; they are computed from the configuration.
 _COMPUTED = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
-_MAX_NAMES = 5
 
 
 class Network:
@@ -65,14 +66,15 @@ def read_config(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = read_json_object(folder / "config.json")
     model_type = str(raw.get("model_type"))
     with _told_about(model_type):
         _check_known(model_type, raw)
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "an unnamed method")
+    if (settings := quantization_settings(raw)) is not None:
+        method = settings.get("quant_method", "an unnamed method")
         raise UnsupportedModelError(
-            f"weights quantised by {method} are not served; load the model's float weights"
+            f"{model_type} runs through transformers, with float weights alone, and these are "
+            f"quantised by {method}; load the model's float weights"
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -149,6 +151,7 @@ def read_network(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, like what is missing
         )
     _check_complete(folder, found)
     return _ready(module.to(device))
@@ -188,22 +191,16 @@ def quotation(error: BaseException) -> str:
 
 def _check_complete(folder: Path, found: dict[str, Any]) -> None:
     """Every parameter was read and every tensor has a place. transformers only warns of these."""
-    unexpected = [n for n in found["unexpected_keys"] if not n.endswith(_COMPUTED)]
+    unexpected = sorted(n for n in found["unexpected_keys"] if not n.endswith(_COMPUTED))
     complaints = [
-        f"{verb} {_some(names)}{rest}"
+        f"{verb} {some_of(names)}{rest}"
         for verb, names, rest in (
-            ("lacks", [str(name) for name in found["missing_keys"]], ""),
+            ("lacks", sorted(map(str, found["missing_keys"])), ""),
             ("has", unexpected, ", which the model has no place for"),
-            ("has", [str(n[0]) for n in found["mismatched_keys"]], " of another shape"),
+            ("has", sorted(str(n[0]) for n in found["mismatched_keys"]), " of another shape"),
         )
         if names
     ]
     complaints += [str(error) for error in found.get("error_msgs", ())]
     if complaints:
         raise ModelError(f"the checkpoint in {folder} {'; '.join(complaints)}")
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    listed = ", ".join(sorted(names)[:_MAX_NAMES])
-    return f"{listed} and {more} more" if more > 0 else listed

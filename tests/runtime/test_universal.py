@@ -434,6 +434,9 @@ def test_a_checkpoint_with_other_tensors_than_the_model_is_told(tmp_path: Path) 
     save_file(weights | {"transformer.h.0.extra": torch.ones(2)}, file, {"format": "pt"})
     with pytest.raises(ModelError, match=r"transformer\.h\.0\.extra, which the model has no place"):
         load(tmp_path)
+    save_file(weights | {"transformer.ln_f.weight": torch.ones(5)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"has transformer\.ln_f\.weight of another shape"):
+        load(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
