@@ -104,6 +104,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         dtype=config.model.dtype,
         load_format=config.model.load_format,
         quantize=config.model.quantize,
+        verify_model=config.model.verify_model,
         device=device,
         kernels=kernels,
     )

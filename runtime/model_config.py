@@ -119,6 +119,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     return parse_model_config(raw, generation)
 
 
+def is_native(folder: Path) -> bool:
+    """Whether the model in a folder has a file of its own in runtime/models.
+
+    Raises ModelError where there is no config.json to say so.
+    """
+    return _read_json(folder / "config.json").get("model_type") in MODELS
+
+
 def parse_model_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:

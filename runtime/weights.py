@@ -33,8 +33,8 @@ from sapwood.runtime.errors import (
 )
 from sapwood.runtime.gguf_convert import CONVERTER_VERSION, convert_gguf
 from sapwood.runtime.model_cache import build_folder
-from sapwood.runtime.model_config import DTYPES, ModelConfig, read_model_config
-from sapwood.runtime.models import Model, load_model_class
+from sapwood.runtime.model_config import DTYPES, ModelConfig, is_native, read_model_config
+from sapwood.runtime.models import Model, ServedConfig, load_model_class
 from sapwood.runtime.pull import KNOWN_MODELS, pull
 from sapwood.runtime.quantize import MAX_DIVERGENCE, Quantize, int8_divergence
 from sapwood.runtime.quantized_checkpoint import (
@@ -65,7 +65,7 @@ class LoadedModel:
     """
 
     model: Model
-    config: ModelConfig
+    config: ServedConfig
     path: Path | None
     name: str
     quantize: Quantize
@@ -79,6 +79,7 @@ def load_model(
     load_format: str = "auto",
     device: str | torch.device = "cpu",
     quantize: str = "none",
+    verify_model: bool = False,
 ) -> LoadedModel:
     """Load `source`, fetching or converting it if this was not done before.
 
@@ -87,7 +88,8 @@ def load_model(
     bfloat16, float16 or auto: float32 on a CPU, the checkpoint's own elsewhere. `quantize` is none,
     int8 (float32 activations between projections in int8, on a CPU) or auto: int8 where it can be
     had, `dtype` is auto too and the model's predictions move by no more than
-    quantize.MAX_DIVERGENCE.
+    quantize.MAX_DIVERGENCE. An architecture without a native file runs through transformers, in
+    `dtype`; `verify_model` compares it with transformers' own attention first.
 
     Raises ConfigError for an unknown option, ModelNotFoundError and ModelAccessError where there
     is nothing to load, UnsupportedModelError for what is not served and ModelError for a
@@ -104,7 +106,18 @@ def load_model(
     else:
         name = _name(source)
         path = find_model(source)
+        if not is_native(path):
+            return _load_universal(
+                *(path, name, kernels, dtype, device, quantize),
+                is_dummy=is_dummy,
+                is_verified=verify_model,
+            )
         config = read_model_config(path)
+    if verify_model:
+        raise ConfigError(
+            f"verify_model is for models that run through transformers, and {config.model_type} "
+            "has a native file; leave it out"
+        )
     chosen = choose_dtype(dtype, config, device)
     if is_dummy:
         weights = _random_weights(config, chosen, device)
@@ -124,6 +137,39 @@ def load_model(
         time.perf_counter() - started,
     )
     return LoadedModel(model=model, config=config, path=path, name=name, quantize=quantized)
+
+
+def _load_universal(
+    path: Path,
+    name: str,
+    kernels: Kernels,
+    dtype: str,
+    device: torch.device,
+    quantize: str,
+    *,
+    is_dummy: bool,
+    is_verified: bool,
+) -> LoadedModel:
+    """The model in a folder whose architecture has no native file, run by transformers' code."""
+    from sapwood.runtime.universal.load import load_universal, read_universal_config
+
+    config = read_universal_config(path)
+    if _quantize(quantize) is Quantize.INT8:
+        raise ConfigError(
+            f"quantize is int8, and {config.model_type} runs through transformers, whose "
+            "projections are computed in the model's dtype; use none"
+        )
+    if not is_dummy:
+        SafetensorsFolder(path, torch.device("cpu"))  # raises where there are none, or broken ones
+    model = load_universal(
+        config,
+        None if is_dummy else path,
+        kernels=kernels,
+        dtype=choose_dtype(dtype, config, device),
+        device=device,
+        is_verified=is_verified,
+    )
+    return LoadedModel(model=model, config=config, path=path, name=name, quantize=Quantize.NONE)
 
 
 def _build(
@@ -219,7 +265,7 @@ def _load_format(value: str) -> LoadFormat:
         raise ConfigError(f"load_format is {value!r}; it is {' or '.join(LoadFormat)}") from error
 
 
-def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, config: ServedConfig, device: torch.device) -> torch.dtype:
     """The dtype that `name` means for a model on a device. Raises ConfigError for another name."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.dtype

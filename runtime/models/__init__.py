@@ -1,7 +1,7 @@
 """The models that are served natively: one file per `model_type` of a checkpoint's config.json.
 
 To add one, write `runtime/models/<model_type>.py` with a class like `Model` and name it in
-`MODELS`.
+`MODELS`. Architectures that are not named run through transformers (sapwood/runtime/universal).
 """
 
 from __future__ import annotations
@@ -25,11 +25,34 @@ MODELS: MappingProxyType[str, str] = MappingProxyType(
 )
 
 
+class ServedConfig(Protocol):
+    """What the runtime reads of a model's configuration, whoever runs its layers."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of prompt and answer that the model takes."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """What the checkpoint's weights are in, as torch names it."""
+        ...
+
+
 class Model(Protocol):
     """A decoder over paged keys and values. It reads only what it is passed."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ServedConfig: ...
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the batch's keys and values into `kv` and return float32 logits.

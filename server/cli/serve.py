@@ -68,6 +68,13 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer; the model's own if not given.")
     ] = None,
+    verify_model: Annotated[
+        bool,
+        typer.Option(
+            "--verify-model",
+            help="Compare a model that runs through transformers with transformers' own attention.",
+        ),
+    ] = False,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV cache block.")] = 16,
     kv_cache_memory: Annotated[
         int | None,
