@@ -1,68 +1,37 @@
-"""What a checkpoint's config.json says, for the Llama family, as a checked value.
+"""What a checkpoint's config.json says, as a checked value.
 
-Knows the two ways in which rotary embedding is written down (`rope_parameters`, and `rope_theta`
-with `rope_scaling` before it) and nothing of tensors.
+`ModelConfig` is what every decoder has. A model's own settings are in a class derived from it, in
+the model's file, which also reads them. Nothing here knows tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sapwood.runtime.checkpoint_json import field_of, token_ids_of
+from sapwood.kernels.interface import Activation
+from sapwood.runtime.checkpoint_json import field_of, token_ids_of, wrong_field
 from sapwood.runtime.errors import ModelError, UnsupportedModelError
-from sapwood.runtime.models import MODELS
+from sapwood.runtime.models import MODELS, load_model_class
 
 DTYPES = ("float32", "bfloat16", "float16")
 _MAX_COUNT = 100_000  # layers, heads: far above any model, and nothing is built in vain
 _MAX_SIZE = 2**31
 
-
-class RopeKind(StrEnum):
-    """How the frequencies of rotary embedding are scaled for long contexts."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding (Su et al. 2021): base `theta` and the scaling of its frequencies.
-
-    `factor` belongs to LINEAR and LLAMA3, the last three fields to LLAMA3 alone.
-    """
-
-    theta: float
-    kind: RopeKind = RopeKind.DEFAULT
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("theta", "factor"):
-            if getattr(self, name) <= 0:
-                raise ModelError(f"config.json: rope {name} is {getattr(self, name)}, not positive")
-        _check_range("rope original_max_position", self.original_max_position, 1, _MAX_SIZE)
-        if self.kind is RopeKind.LLAMA3 and self.low_freq_factor >= self.high_freq_factor:
-            raise ModelError(
-                f"config.json: rope low_freq_factor {self.low_freq_factor} is not below "
-                f"high_freq_factor {self.high_freq_factor}"
-            )
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and settings of a decoder of the Llama family. Names as in config.json.
+    """Sizes and settings of a decoder. Names as in config.json.
 
-    `dtype` is the one the checkpoint was saved in. `eos_token_ids` holds those of config.json and
-    of generation_config.json, in this order and without repetition.
+    `layer_windows` is as in KVCacheSpec: how many tokens a row of each layer sees, None for all,
+    and nothing at all where every layer sees all. `dtype` is the one the checkpoint was saved in.
+    `eos_token_ids` holds those of config.json and of generation_config.json, in this order and
+    without repetition.
     """
 
     model_type: str
@@ -75,25 +44,21 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    activation: Activation
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+    layer_windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-            _check_range(name, getattr(self, name), 1, _MAX_COUNT)
+            check_range(name, getattr(self, name), 1, _MAX_COUNT)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"):
-            _check_range(name, getattr(self, name), 1, _MAX_SIZE)
+            check_range(name, getattr(self, name), 1, _MAX_SIZE)
         # A prompt of one token and an answer of one.
-        _check_range("max_position_embeddings", self.max_position_embeddings, 2, _MAX_SIZE)
-        if self.rms_norm_eps <= 0:
-            raise UnsupportedModelError(
-                f"config.json: rms_norm_eps is {self.rms_norm_eps}, not positive"
-            )
+        check_range("max_position_embeddings", self.max_position_embeddings, 2, _MAX_SIZE)
+        check_positive("rms_norm_eps", self.rms_norm_eps)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"config.json: num_attention_heads {self.num_attention_heads} is not a multiple "
@@ -105,6 +70,43 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"config.json: dtype {self.dtype} is not served; served are {', '.join(DTYPES)}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of config.json, or of an object in it; each is checked by type when it is taken.
+
+    Null means left out, but for `optional`. `where` names the object in messages.
+    """
+
+    values: Mapping[str, Any]
+    where: str = "config.json"
+
+    def take(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """A field's value. Raises ModelError for neither a value nor a default."""
+        return field_of(self.values, name, kind, default, where=self.where)
+
+    def optional(self, name: str, kind: type[T], *, absent: T | None = None) -> T | None:
+        """A field's value, None where it is null, and `absent` where it is not there at all."""
+        if name not in self.values:
+            return absent
+        return None if self.values[name] is None else self.take(name, kind)
+
+    def object(self, name: str) -> Fields:
+        """The fields of an object in this one; none where it is left out."""
+        values: dict[str, Any] = self.take(name, dict, {})
+        return Fields(values, f"{self.where}: {name}")
+
+    def list_of(self, name: str, kind: type[T]) -> list[T] | None:
+        """A list's values, None where it is left out."""
+        values = self.values.get(name)
+        if values is None:
+            return None
+        if not isinstance(values, list):
+            raise wrong_field(self.where, name, values, "a list")
+        items = {str(index): value for index, value in enumerate(values)}
+        where = f"{self.where}: {name}"
+        return [field_of(items, index, kind, where=where) for index in items]
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -136,64 +138,111 @@ def parse_model_config(
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not served; served are {', '.join(MODELS)}"
         )
-    if (hidden_act := raw.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModelError(f"hidden_act {hidden_act!r} is not served; served is silu")
-    field = partial(field_of, raw, where="config.json")
-    hidden_size = field("hidden_size", int)
-    num_heads = field("num_attention_heads", int)
-    return ModelConfig(
-        model_type=model_type,
-        vocab_size=field("vocab_size", int),
-        hidden_size=hidden_size,
-        intermediate_size=field("intermediate_size", int),
-        num_hidden_layers=field("num_hidden_layers", int),
-        num_attention_heads=num_heads,
-        num_key_value_heads=field("num_key_value_heads", int, num_heads),
-        head_dim=field("head_dim", int, hidden_size // max(num_heads, 1)),
-        max_position_embeddings=field("max_position_embeddings", int, 2048),
-        rms_norm_eps=field("rms_norm_eps", float, 1e-6),
-        rope=_parse_rope(raw),
-        tie_word_embeddings=field("tie_word_embeddings", bool, False),
-        attention_bias=field("attention_bias", bool, False),
-        mlp_bias=field("mlp_bias", bool, False),
-        bos_token_id=next(iter(token_ids_of(raw, "bos_token_id", where="config.json")), None),
-        eos_token_ids=_eos_token_ids(raw, generation or {}),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-    )
+    eos_token_ids = _eos_token_ids(raw, generation or {})
+    fields = Fields({**raw, "eos_token_id": list(eos_token_ids)})
+    return load_model_class(model_type).parse_config(fields)
 
 
-def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    parameters: dict[str, Any] = field_of(raw, name, dict, {}, where="config.json")
-    field = partial(field_of, parameters, where=f"config.json: {name}")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in tuple(RopeKind):
-        raise UnsupportedModelError(
-            f"rotary embedding scaled by {kind!r} is not served; served are {', '.join(RopeKind)}"
+def common_settings(
+    fields: Fields,
+    *,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    max_position_embeddings: int,
+    rms_norm_eps: float = 1e-6,
+    activation_field: str = "hidden_act",
+    activation: str = "silu",
+    tie_word_embeddings: bool = False,
+) -> dict[str, Any]:
+    """What `ModelConfig` itself holds, but for the windows; the arguments are a model's defaults.
+
+    Without a default there are as many KV heads as heads, which share the hidden size.
+    """
+    hidden_size = fields.take("hidden_size", int)
+    num_heads = fields.take("num_attention_heads", int)
+    kv_default = num_heads
+    if "num_key_value_heads" not in fields.values and num_key_value_heads is not None:
+        kv_default = num_key_value_heads  # null means all heads, in every model
+    return {
+        "model_type": fields.take("model_type", str),
+        "vocab_size": fields.take("vocab_size", int),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.take("intermediate_size", int),
+        "num_hidden_layers": fields.take("num_hidden_layers", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.take("num_key_value_heads", int, kv_default),
+        "head_dim": fields.take("head_dim", int, head_dim or hidden_size // max(num_heads, 1)),
+        "max_position_embeddings": fields.take(
+            "max_position_embeddings", int, max_position_embeddings
+        ),
+        "rms_norm_eps": fields.take("rms_norm_eps", float, rms_norm_eps),
+        "activation": _activation(fields, activation_field, activation),
+        "tie_word_embeddings": fields.take("tie_word_embeddings", bool, tie_word_embeddings),
+        "bos_token_id": next(
+            iter(token_ids_of(fields.values, "bos_token_id", where="config.json")), None
+        ),
+        "eos_token_ids": tuple(token_ids_of(fields.values, "eos_token_id", where="config.json")),
+        "dtype": str(fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"),
+    }
+
+
+def sliding_layers(fields: Fields, default: Sequence[bool]) -> tuple[bool, ...]:
+    """Which layers see a window only, by `layer_types`; `default` where the field is left out."""
+    layer_types = fields.list_of("layer_types", str)
+    if layer_types is None:
+        return tuple(default)
+    if len(layer_types) != len(default):
+        raise ModelError(
+            f"config.json: layer_types has {len(layer_types)} entries for {len(default)} layers"
         )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("rotary embedding of a part of each head is not served")
-    theta = field("rope_theta", float, field_of(raw, "rope_theta", float, 1e4, where="config.json"))
-    if kind == RopeKind.DEFAULT:
-        return RopeConfig(theta=theta)
-    if kind == RopeKind.LINEAR:
-        return RopeConfig(theta=theta, kind=RopeKind.LINEAR, factor=field("factor", float))
-    context = field_of(raw, "max_position_embeddings", int, 2048, where="config.json")
-    return RopeConfig(
-        theta=theta,
-        kind=RopeKind.LLAMA3,
-        factor=field("factor", float),
-        low_freq_factor=field("low_freq_factor", float),
-        high_freq_factor=field("high_freq_factor", float),
-        original_max_position=field("original_max_position_embeddings", int, context),
-    )
+    served = ("full_attention", "sliding_attention")
+    if unknown := [name for name in layer_types if name not in served]:
+        raise UnsupportedModelError(
+            f"config.json: layer_types has {unknown[0]!r:.80}; served are {', '.join(served)}"
+        )
+    return tuple(name == "sliding_attention" for name in layer_types)
 
 
-def _check_range(name: str, value: int, low: int, high: int) -> None:
+def layer_windows(
+    sliding: Sequence[bool], window: int | None, max_position_embeddings: int
+) -> tuple[int | None, ...]:
+    """`ModelConfig.layer_windows` of a model whose `sliding` layers see `window` tokens.
+
+    A window that holds the whole context is none.
+    """
+    if not any(sliding):
+        return ()
+    if window is None:
+        raise ModelError("config.json: layer_types has sliding_attention, without a sliding_window")
+    check_range("sliding_window", window, 1, _MAX_SIZE)
+    if window >= max_position_embeddings:
+        return ()
+    return tuple(window if is_sliding else None for is_sliding in sliding)
+
+
+def check_range(name: str, value: int, low: int, high: int = _MAX_SIZE) -> None:
+    """Raises UnsupportedModelError for a value of config.json outside `low` to `high`."""
     if not low <= value <= high:
         raise UnsupportedModelError(
             f"config.json: {name} is {value!r:.40}; it must be {low} to {high}"
         )
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises UnsupportedModelError for a value of config.json that is not above zero."""
+    if value <= 0:
+        raise UnsupportedModelError(f"config.json: {name} is {value}, not positive")
+
+
+def _activation(fields: Fields, name: str, default: str) -> Activation:
+    activation_by_name = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+    written = fields.values.get(name) or default
+    try:
+        return activation_by_name[written]
+    except (KeyError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"{name} {written!r:.80} is not served; served are {', '.join(activation_by_name)}"
+        ) from error
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

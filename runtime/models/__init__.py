@@ -1,7 +1,29 @@
 """The models that are served natively: one file per `model_type` of a checkpoint's config.json.
 
-To add one, write `runtime/models/<model_type>.py` with a class like `Model` and name it in
-`MODELS`. Architectures that are not named run through transformers (sapwood/runtime/universal).
+Adding a model
+--------------
+Write `runtime/models/<model_type>.py` and name its class in `MODELS`. The file says three things,
+which `ModelClass` has as methods (mistral.py is the shortest to start from):
+
+1. what config.json says: a frozen dataclass derived from `ModelConfig` for what is the model's
+   own, made by `parse_config`, with transformers' defaults for what is left out. What the model
+   cannot do is refused there, with the reason.
+2. which tensors a checkpoint has: `weight_shapes`, names as in the safetensors files. Loading
+   checks them against the checkpoint before it reads one.
+3. how a layer is put together: the class derives from `Decoder` and hands it a `Layer` for each
+   index. Most are a `PreNormLayer` of an `Attention` and a `GatedMlp` or `Experts`; a model whose
+   layers go otherwise has its own small class for that (gemma3_text.py).
+
+The parts beside the models are shared because their mathematics is: rope.py (rotary embedding and
+its scalings), attention.py, mlp.py, experts.py, decoder.py (all that is around the layers) and
+tensors.py (a checkpoint's tensors, joined and packed). A model that needs another part brings it
+along in its own file, rather than a switch in a shared one. Products, norms and attention go
+through `Kernels`, so that a model runs on every backend, in int8 as well.
+
+A row of `CASES` in tests/runtime/tiny_models.py then holds it to transformers' logits, and to the
+rule that an answer does not depend on what is cached and who else runs.
+
+Architectures that are not named run through transformers (sapwood/runtime/universal).
 """
 
 from __future__ import annotations
@@ -16,11 +38,19 @@ if TYPE_CHECKING:
 
     from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
     from sapwood.runtime.batch import ForwardBatch
-    from sapwood.runtime.model_config import ModelConfig
+    from sapwood.runtime.model_config import Fields, ModelConfig
 
 MODELS: MappingProxyType[str, str] = MappingProxyType(
     {
+        "gemma3_text": "sapwood.runtime.models.gemma3_text:Gemma3ForCausalLM",
+        "granite": "sapwood.runtime.models.granite:GraniteForCausalLM",
         "llama": "sapwood.runtime.models.llama:LlamaForCausalLM",
+        "mistral": "sapwood.runtime.models.mistral:MistralForCausalLM",
+        "mixtral": "sapwood.runtime.models.mixtral:MixtralForCausalLM",
+        "phi3": "sapwood.runtime.models.phi3:Phi3ForCausalLM",
+        "qwen2": "sapwood.runtime.models.qwen2:Qwen2ForCausalLM",
+        "qwen3": "sapwood.runtime.models.qwen3:Qwen3ForCausalLM",
+        "qwen3_moe": "sapwood.runtime.models.qwen3_moe:Qwen3MoeForCausalLM",
     }
 )
 
@@ -73,6 +103,10 @@ class ModelClass(Protocol):
         self, config: ModelConfig, weights: Mapping[str, Tensor], kernels: Kernels
     ) -> Model:
         """Build the model from the tensors that `weight_shapes` names."""
+        ...
+
+    def parse_config(self, fields: Fields) -> ModelConfig:
+        """Config.json as the model's own config; missing fields take transformers' defaults."""
         ...
 
     def weight_shapes(self, config: ModelConfig) -> Mapping[str, tuple[int, ...]]:

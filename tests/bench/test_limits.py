@@ -14,11 +14,13 @@ from limits import (
 )
 
 from sapwood.kernels import load_kernels
+from sapwood.kernels.interface import Activation
 from sapwood.kernels.projections import Int8Projection
-from sapwood.runtime.model_config import ModelConfig, RopeConfig
 from sapwood.runtime.models import load_model_class
+from sapwood.runtime.models.llama import LlamaConfig
+from sapwood.runtime.models.rope import Rope
 
-CONFIG = ModelConfig(
+CONFIG = LlamaConfig(
     model_type="llama",
     vocab_size=50,
     hidden_size=12,
@@ -29,7 +31,8 @@ CONFIG = ModelConfig(
     head_dim=4,
     max_position_embeddings=64,
     rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
+    rope=Rope(theta=10000.0, dim=4),
+    activation=Activation.SILU,
     tie_word_embeddings=False,
     attention_bias=False,
     mlp_bias=False,
