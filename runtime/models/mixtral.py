@@ -96,7 +96,7 @@ def _experts(config: MixtralConfig, tensors: Tensors) -> Experts:
         config=config,
         kernels=tensors.kernels,
         norm=tensors.weight("post_attention_layernorm"),
-        router=tensors.projection("block_sparse_moe.gate", is_last=True),
+        router=tensors.projection("block_sparse_moe.gate"),
         experts=tuple(
             Expert(
                 gate_up=tensors.projection(f"{name}.w1", f"{name}.w3"),

@@ -125,7 +125,7 @@ def _experts(config: Qwen3MoeConfig, tensors: Tensors) -> Experts:
         config=config,
         kernels=tensors.kernels,
         norm=tensors.weight("post_attention_layernorm"),
-        router=tensors.projection("mlp.gate", is_last=True),
+        router=tensors.projection("mlp.gate"),
         experts=tuple(
             Expert(
                 gate_up=tensors.projection(f"{name}.gate_proj", f"{name}.up_proj"),

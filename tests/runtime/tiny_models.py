@@ -140,6 +140,7 @@ CASES = (
             "sliding_window": 11,
             "query_pre_attn_scalar": 24,
             "final_logit_softcapping": 7.0,
+            "tie_word_embeddings": False,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -191,7 +192,6 @@ CASES = (
             "attention_multiplier": 0.21,
             "residual_multiplier": 0.22,
             "logits_scaling": 3.5,
-            "tie_word_embeddings": True,
         },
         is_compact=True,
     ),
@@ -203,6 +203,7 @@ CASES = (
             "mlp_bias": True,
             "residual_multiplier": 0.4,
             "attention_multiplier": 0.125,
+            "tie_word_embeddings": True,
         },
     ),
     Case("two_of_eight", "mixtral", EIGHT_EXPERTS, is_compact=True),
