@@ -163,7 +163,7 @@ def common_settings(
     kv_default = num_heads
     if "num_key_value_heads" not in fields.values and num_key_value_heads is not None:
         kv_default = num_key_value_heads  # null means all heads, in every model
-    return {
+    settings = {
         "model_type": fields.take("model_type", str),
         "vocab_size": fields.take("vocab_size", int),
         "hidden_size": hidden_size,
@@ -184,6 +184,8 @@ def common_settings(
         "eos_token_ids": tuple(token_ids_of(fields.values, "eos_token_id", where="config.json")),
         "dtype": str(fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"),
     }
+    ModelConfig(**settings)  # sizes are checked before anything is made of them
+    return settings
 
 
 def sliding_layers(fields: Fields, default: Sequence[bool]) -> tuple[bool, ...]:

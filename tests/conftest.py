@@ -5,8 +5,10 @@ tests/runtime/test_equalities.py spoils one row of the cache and sees the answer
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,18 +60,19 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_weights(folder: Path) -> None:
-    """Random weights whose attention is sharp: standard deviation 0.15, norms of 1."""
+def write_weights(folder: Path, *, norm: float = 1.0) -> None:
+    """Random weights whose attention is sharp: standard deviation 0.15, norms of `norm`."""
     import torch
     from safetensors.torch import save_file
 
     from sapwood.runtime.model_config import read_model_config
     from sapwood.runtime.models import load_model_class
 
-    shapes = load_model_class("llama").weight_shapes(read_model_config(folder))
+    config = read_model_config(folder)
+    shapes = load_model_class(config.model_type).weight_shapes(config)
     generator = torch.Generator().manual_seed(0)
     weights = {
-        name: torch.ones(shape)
+        name: torch.full(shape, norm)
         if name.endswith("norm.weight")
         else torch.empty(shape).normal_(std=0.15, generator=generator)
         for name, shape in shapes.items()
@@ -77,13 +80,14 @@ def write_weights(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny Llama, its tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
+def write_tiny_model(folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """A tiny random model, its tokenizer and a chat template; returns `folder`.
+
+    It is a Llama unless `changes` of its config say otherwise.
+    """
     tokenizer = tiny_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {**TINY_CONFIG, "vocab_size": tokenizer.get_vocab_size()}
+    config = {**TINY_CONFIG, "vocab_size": tokenizer.get_vocab_size(), **changes}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer_config = {
         "eos_token": "<|im_end|>",
@@ -91,8 +95,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    write_weights(folder)
+    # Gemma 3's norms multiply by one more than their weight.
+    write_weights(folder, norm=0.0 if config["model_type"] == "gemma3_text" else 1.0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def write_model() -> Callable[[Path, Mapping[str, Any]], Path]:
+    """Writes a tiny model with other settings into a folder, and returns that."""
+    return write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ The default suite checks this on a tiny random model and, briefly, on the real o
 50 real prompts is marked slow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from sapwood import Engine, RequestOutput, SamplingParams
 from sapwood.kernels.cpu import CpuKernels
 from sapwood.kernels.interface import KVCache
 from sapwood.kernels.native import load
+from sapwood.runtime.models import MODELS
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.step_plan import StepPlan
 from tests.runtime.test_engine import assert_nothing_held
@@ -72,6 +73,7 @@ def check_all(
     texts: list[str],
     max_tokens: int,
     compared: Callable[[list[RequestOutput]], list[Any]],
+    block_sizes: tuple[int, ...] = BLOCK_SIZES,
     **options: object,
 ) -> None:
     """Every way to run the same prompts gives what running each alone and cold gives."""
@@ -79,7 +81,7 @@ def check_all(
         prompts = [engine.tokenizer.encode(text) for text in texts]
         expected = [compared(answers(engine, [prompt], max_tokens))[0] for prompt in prompts]
     longest = max(map(len, prompts)) + max_tokens
-    for block_size in BLOCK_SIZES:
+    for block_size in block_sizes:
         with Engine(model, block_size=block_size, **options) as engine:
             cold = answers(engine, prompts, max_tokens)
             assert compared(cold) == expected, f"cold, block size {block_size}"
@@ -109,6 +111,24 @@ def check_all(
             assert_nothing_held(engine)
 
 
+# Each with what is its own; windows are shorter than the prompts' common beginning.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {"head_dim": 32},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 30.0,
+    },
+    "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.5},
+    "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+}
+
+
 def compared_in(quantize: str) -> Callable[[list[RequestOutput]], list[Any]]:
     if load() is not None:
         return bits_of
@@ -125,10 +145,53 @@ def test_on_a_tiny_model(tiny_model: Path, quantize: str) -> None:
     )
 
 
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(
+    request: pytest.FixtureRequest,
+    write_model: Callable[[Path, Mapping[str, Any]], Path],
+    tmp_path: Path,
+) -> Path:
+    """A tiny model of each architecture beside Llama."""
+    return write_model(tmp_path, {"model_type": request.param, **ARCHITECTURES[request.param]})
+
+
+def test_every_architecture_is_checked() -> None:
+    assert {"llama", *ARCHITECTURES} == set(MODELS)
+
+
+def test_on_every_architecture(architecture: Path) -> None:
+    texts = [STEMS[0] + end for end in (" and then", " or so", "")]
+    compared = compared_in("none")
+    check_all(str(architecture), texts, 6, compared, block_sizes=(16,), kv_cache_memory=2**22)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_on_every_architecture_at_length(architecture: Path, quantize: str) -> None:
+    check_all(
+        str(architecture),
+        list(PROMPTS[:12]),
+        16,
+        compared_in(quantize),
+        quantize=quantize,
+        kv_cache_memory=2**22,
+    )
+
+
 def test_the_tiny_model_notices_one_spoilt_row(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above rests on: keys that are a little off change the answers."""
+    check_that_spoilt_rows_show(tiny_model, monkeypatch)
+
+
+def test_every_architecture_notices_one_spoilt_row(
+    architecture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_that_spoilt_rows_show(architecture, monkeypatch)
+
+
+def check_that_spoilt_rows_show(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above rest on: keys that are a little off change the answers."""
 
     def off(kernels: CpuKernels, kv: KVCache, layer: int, key: Tensor, *rest: Tensor) -> None:
         write(kernels, kv, layer, key + 0.1 * torch.randn_like(key), *rest)
@@ -139,7 +202,7 @@ def test_the_tiny_model_notices_one_spoilt_row(
         kv.values[:, first : first + num_rows] = 0.0
 
     write = CpuKernels.write_kv
-    with Engine(str(tiny_model), quantize="none", kv_cache_memory=2**22) as engine:
+    with Engine(str(model), quantize="none", kv_cache_memory=2**22) as engine:
         prompts = [engine.tokenizer.encode(stem) for stem in STEMS[:4]]
         expected = ids_of(answers(engine, prompts, 8))
         monkeypatch.setattr(CpuKernels, "write_kv", off)
