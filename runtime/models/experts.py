@@ -81,4 +81,4 @@ class Experts:
                 start += count
         results = torch.empty_like(grouped)
         results[by_expert] = grouped
-        return results.view(len(rows), self.num_chosen, -1)
+        return results.view(len(rows), self.num_chosen, rows.shape[1])

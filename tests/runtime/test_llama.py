@@ -16,7 +16,6 @@ from sapwood.kernels.interface import Kernels
 from sapwood.runtime.pull import packaged_model_path
 from sapwood.runtime.weights import load_model
 from tests.runtime.tiny_models import (
-    VOCAB_SIZE,
     Case,
     Chunk,
     PagedSequence,
@@ -80,18 +79,6 @@ def test_ragged_steps_give_each_sequence_the_logits_it_has_alone(
     for sequence, logits in zip((parent, a, b, c), results, strict=True):
         expected = reference_logits(reference, sequence.token_ids)[-len(logits) :]
         assert_logits_match(logits, expected)
-
-
-def test_a_step_without_logits_returns_none_and_still_writes_its_keys(
-    kernels: Kernels, tmp_path: Path
-) -> None:
-    reference = save_random_llama(tmp_path)
-    runner = Runner(load_model(tmp_path, kernels=kernels).model, kernels)
-    sequence, prompt = PagedSequence(), random_tokens(12)
-    (nothing,) = runner.step(Chunk(sequence, prompt[:11], num_logits=0))
-    assert nothing.shape == (0, VOCAB_SIZE)
-    (logits,) = runner.step(Chunk(sequence, prompt[11:]))
-    assert_logits_match(logits, reference_logits(reference, prompt)[-1:])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

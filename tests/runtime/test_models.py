@@ -17,6 +17,7 @@ from sapwood.runtime.models import MODELS
 from sapwood.runtime.weights import load_model
 from tests.runtime.tiny_models import (
     CASES,
+    VOCAB_SIZE,
     Case,
     Chunk,
     PagedSequence,
@@ -119,6 +120,19 @@ def test_64_tokens_on_every_backend(case: Case, backend: str, tmp_path: Path) ->
 
 
 COMPACT = [case for case in CASES if case.is_compact]
+
+
+@pytest.mark.parametrize("case", COMPACT, ids=lambda case: f"{case.model_type}-{case.name}")
+def test_a_step_without_logits_still_writes_its_keys(case: Case, tmp_path: Path) -> None:
+    reference = save_random_model(tmp_path, case)
+    kernels = load_kernels("cpu")
+    runner = Runner(load_model(tmp_path, kernels=kernels).model, kernels)
+    sequence, prompt = PagedSequence(), random_tokens(12)
+    (nothing,) = runner.step(Chunk(sequence, prompt[:11], num_logits=0))
+    assert nothing.shape == (0, VOCAB_SIZE)
+    (logits,) = runner.step(Chunk(sequence, prompt[11:]))
+    expected = reference_logits(reference, prompt)
+    assert (logits - expected[-1]).abs().max() <= MAX_DISTANCE * expected.std()
 
 
 @pytest.mark.parametrize("case", COMPACT, ids=lambda case: f"{case.model_type}-{case.name}")
