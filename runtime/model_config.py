@@ -163,7 +163,7 @@ def common_settings(
     kv_default = num_heads
     if "num_key_value_heads" not in fields.values and num_key_value_heads is not None:
         kv_default = num_key_value_heads  # null means all heads, in every model
-    settings = {
+    settings: dict[str, Any] = {
         "model_type": fields.take("model_type", str),
         "vocab_size": fields.take("vocab_size", int),
         "hidden_size": hidden_size,
