@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment
 from sapwood.kernels.interface import Kernels
@@ -337,14 +337,19 @@ class Runner:
         return token_ids
 
 
+def config_of(case: Case) -> PreTrainedConfig:
+    """As transformers has it."""
+    values = deepcopy(TINY | case.config)  # transformers writes into it
+    return AutoConfig.for_model(case.model_type, **values)
+
+
 def save_random_model(folder: Path, case: Case) -> PreTrainedModel:
     """A tiny model with every parameter random, biases and norms too, written to `folder`.
 
     Returns it with the rope pinned.
     """
     torch.manual_seed(0)
-    values = deepcopy(TINY | case.config)  # transformers writes into it
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **values)).eval()
+    model = AutoModelForCausalLM.from_config(config_of(case)).eval()
     # Gemma 3 keeps what its norms multiply by less one.
     norm = 0.0 if case.model_type == "gemma3_text" else 1.0
     with torch.no_grad():
@@ -353,8 +358,8 @@ def save_random_model(folder: Path, case: Case) -> PreTrainedModel:
     model.save_pretrained(folder)
     if not case.pinned:
         return model
-    values["rope_parameters"] |= case.pinned
-    pinned = AutoConfig.for_model(case.model_type, **values)
+    pinned = config_of(case)
+    pinned.rope_parameters |= case.pinned
     reference = AutoModelForCausalLM.from_config(pinned).eval()
     reference.load_state_dict(model.state_dict())
     return reference
