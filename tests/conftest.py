@@ -95,8 +95,8 @@ def write_tiny_model(folder: Path, changes: Mapping[str, Any] = MappingProxyType
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    # Gemma 3's norms multiply by one more than their weight.
-    write_weights(folder, norm=0.0 if config["model_type"] == "gemma3_text" else 1.0)
+    # Gemma's norms multiply by one more than their weight.
+    write_weights(folder, norm=0.0 if config["model_type"].startswith("gemma") else 1.0)
     return folder
 
 

@@ -12,7 +12,7 @@ which `ModelClass` has as methods (mistral.py is the shortest to start from):
    checks them against the checkpoint before it reads one.
 3. how a layer is put together: the class derives from `Decoder` and hands it a `Layer` for each
    index. Most are a `PreNormLayer` of an `Attention` and a `GatedMlp` or `Experts`; a model whose
-   layers go otherwise has its own small class for that (gemma3_text.py).
+   layers go otherwise has its own small class for that (gemma2.py).
 
 The parts beside the models are shared because their mathematics is: rope.py (rotary embedding and
 its scalings), attention.py, mlp.py, experts.py, decoder.py (all that is around the layers) and
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 MODELS: MappingProxyType[str, str] = MappingProxyType(
     {
+        "gemma2": "sapwood.runtime.models.gemma2:Gemma2ForCausalLM",
         "gemma3_text": "sapwood.runtime.models.gemma3_text:Gemma3ForCausalLM",
         "granite": "sapwood.runtime.models.granite:GraniteForCausalLM",
         "llama": "sapwood.runtime.models.llama:LlamaForCausalLM",

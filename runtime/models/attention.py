@@ -71,17 +71,13 @@ class Attention:
         return self.kernels.linear(attended, self.output, residual)
 
     def _rotated(self, heads: Tensor, angles: RopeAngles) -> Tensor:
-        """Queries and keys [T, Hq + Hkv, D] with their positions, after the norms if there are any."""
+        """Queries and keys [T, Hq + Hkv, D] with their positions, normed first where that is done."""
         if self.head_norms is not None:
             num_heads, eps = self.config.num_attention_heads, self.config.rms_norm_eps
             query = self.kernels.rms_norm(heads[:, :num_heads], self.head_norms.query, eps)
             key = self.kernels.rms_norm(heads[:, num_heads:], self.head_norms.key, eps)
             heads = torch.cat((query, key), dim=1)
-        dim = angles.cos.shape[-1]
-        if dim == heads.shape[-1]:
-            return self.kernels.rotary(heads, *angles)
-        turned = self.kernels.rotary(heads[..., :dim], *angles)
-        return torch.cat((turned, heads[..., dim:]), dim=-1)
+        return self.kernels.rotary(heads, *angles)
 
 
 def attention_of(

@@ -116,6 +116,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen3": {"head_dim": 32},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16},
     "gemma3_text": {
         "sliding_window": 8,
         "sliding_window_pattern": 2,

@@ -12,6 +12,7 @@ import pytest
 from sapwood.kernels.interface import Activation
 from sapwood.runtime.errors import ModelError, UnsupportedModelError
 from sapwood.runtime.model_config import ModelConfig, parse_model_config, read_model_config
+from sapwood.runtime.models.gemma2 import Gemma2Config
 from sapwood.runtime.models.gemma3_text import Gemma3Config
 from sapwood.runtime.models.granite import GraniteConfig
 from sapwood.runtime.models.llama import LlamaConfig
@@ -140,6 +141,14 @@ DEFAULTS: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, {"num_key_value_heads": 8, "layer_windows": (4096,) * 2}),
     "qwen2": (Qwen2Config, {"num_key_value_heads": 32, "layer_windows": ()}),
     "qwen3": (Qwen3Config, {"num_key_value_heads": 32, "head_dim": 128}),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "layer_windows": (4096, None),
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma3_text": (
         Gemma3Config,
         {
@@ -147,8 +156,7 @@ DEFAULTS: dict[str, tuple[type[ModelConfig], dict[str, Any]]] = {
             "activation": Activation.GELU_TANH,
             "tie_word_embeddings": True,
             "layer_windows": (4096,) * 2,
-            "global_rope": Rope(theta=1e6, dim=256),
-            "local_rope": Rope(theta=1e4, dim=256),
+            "ropes": (Rope(theta=1e6, dim=256), Rope(theta=1e4, dim=256)),
         },
     ),
     "phi3": (Phi3Config, {"rms_norm_eps": 1e-5, "layer_windows": ()}),
@@ -229,7 +237,10 @@ def test_the_config_of_transformers_4_says_the_same(case: Case, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not served; served are gemma3_text, granite, llama"),
+        (
+            {"model_type": "mamba"},
+            "'mamba' is not served; served are gemma2, gemma3_text",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
         ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "'axial' is not served"),
         ({"rope_parameters": {"full_attention": {}}}, "of its own for 'full_attention'"),

@@ -136,6 +136,30 @@ CASES = (
     ),
     Case("yarn_rope", "qwen3", {"head_dim": 16, "tie_word_embeddings": True, **YARN}),
     Case(
+        "soft_caps",
+        "gemma2",
+        {
+            "head_dim": 20,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 7.0,
+            "tie_word_embeddings": False,
+        },
+        is_compact=True,
+    ),
+    Case(
+        "no_soft_caps",
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "layer_types": ["full_attention"] * 3,
+            **rope("linear", 5e4, factor=2.0),
+        },
+    ),
+    Case(
         "local_and_global_layers",
         "gemma3_text",
         {
@@ -350,8 +374,8 @@ def save_random_model(folder: Path, case: Case) -> PreTrainedModel:
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(case)).eval()
-    # Gemma 3 keeps what its norms multiply by less one.
-    norm = 0.0 if case.model_type == "gemma3_text" else 1.0
+    # Gemma keeps what its norms multiply by less one.
+    norm = 0.0 if case.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=norm if "norm" in name else 0.0, std=0.2)
