@@ -71,7 +71,7 @@ class Attention:
         return self.kernels.linear(attended, self.output, residual)
 
     def _rotated(self, heads: Tensor, angles: RopeAngles) -> Tensor:
-        """Queries and keys [T, Hq + Hkv, D] with their positions, normed first where that is done."""
+        """Queries and keys [T, Hq + Hkv, D], normed if there are norms, with their positions."""
         if self.head_norms is not None:
             num_heads, eps = self.config.num_attention_heads, self.config.rms_norm_eps
             query = self.kernels.rms_norm(heads[:, :num_heads], self.head_norms.query, eps)
