@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 MODELS: MappingProxyType[str, str] = MappingProxyType(
     {
+        "llama": "sapwood.runtime.models.llama:LlamaForCausalLM",
         "gemma2": "sapwood.runtime.models.gemma2:Gemma2ForCausalLM",
         "gemma3_text": "sapwood.runtime.models.gemma3_text:Gemma3ForCausalLM",
         "granite": "sapwood.runtime.models.granite:GraniteForCausalLM",
-        "llama": "sapwood.runtime.models.llama:LlamaForCausalLM",
         "mistral": "sapwood.runtime.models.mistral:MistralForCausalLM",
         "mixtral": "sapwood.runtime.models.mixtral:MixtralForCausalLM",
         "phi3": "sapwood.runtime.models.phi3:Phi3ForCausalLM",

@@ -239,7 +239,7 @@ def test_the_config_of_transformers_4_says_the_same(case: Case, tmp_path: Path) 
     [
         (
             {"model_type": "mamba"},
-            "'mamba' is not served; served are gemma2, gemma3_text",
+            "'mamba' is not served; served are llama, gemma2, gemma3_text",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
         ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "'axial' is not served"),
