@@ -59,7 +59,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "phi": GROUPED,
     "olmo2": GROUPED,
     "cohere": GROUPED,
-    "gemma2": GROUPED | {"head_dim": 16, "sliding_window": WINDOW},
+    "vaultgemma": GROUPED | {"head_dim": 16, "sliding_window": WINDOW},
     "stablelm": GROUPED,
     "starcoder2": GROUPED | {"sliding_window": WINDOW},
     "smollm3": GROUPED | {"num_hidden_layers": 4},
@@ -213,7 +213,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling)]
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["gpt2", "vaultgemma", "gpt_oss"])
 def test_answers_are_equal_cold_warm_chunked_preempted_and_batched(
     model_type: str, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -291,11 +291,12 @@ def test_every_backend_serves_windows_and_sinks(name: str, tmp_path: Path) -> No
 def test_two_models_in_one_process_keep_apart(tmp_path: Path) -> None:
     kernels = load_kernels("cpu")
     references = {
-        name: save(tmp_path / name, config_of(name, **TYPES[name])) for name in ("gpt2", "gemma2")
+        name: save(tmp_path / name, config_of(name, **TYPES[name]))
+        for name in ("gpt2", "vaultgemma")
     }
     models = {name: load_model(tmp_path / name, kernels=kernels).model for name in references}
     prompt = prompts_of(1)[0]
-    for name in ("gpt2", "gemma2", "gpt2"):
+    for name in ("gpt2", "vaultgemma", "gpt2"):
         with torch.inference_mode():
             (logits,) = paged_logits(models[name], kernels, [prompt])
         assert largest_error(logits, reference_logits(references[name], prompt)) <= 1e-3
@@ -502,7 +503,7 @@ def test_the_gate_sees_rows_that_touch_each_other(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["vaultgemma", "gpt_oss"])
 def test_the_gate_lets_half_precision_through(model_type: str, dtype: str, tmp_path: Path) -> None:
     save(tmp_path, config_of(model_type, **TYPES[model_type]))
     spec = load(tmp_path, dtype=dtype).model.kv_spec(1, 16)
@@ -554,7 +555,7 @@ def test_verify_model_refuses_what_only_long_prompts_show(
         load_dummy(tmp_path, verify_model=True)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["vaultgemma", "gpt_oss"])
 def test_verify_model_admits_what_is_right(model_type: str, tmp_path: Path) -> None:
     folder = save_config(tmp_path, config_of(model_type, **TYPES[model_type]))
     model = load_dummy(folder, verify_model=True).model
