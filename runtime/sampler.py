@@ -72,8 +72,8 @@ def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[SampledToken]:
     logits = _row_for_each(logits, rows)
     edit_logits(logits, rows)
     token_ids = _argmax(logits)
-    # NaN and infinities show in the maximum.
-    is_sound: list[bool] = logits.amax(dim=-1).isfinite().tolist()
+    # NaN and infinities show in the maximum, and NaN counts as the highest of all.
+    is_sound: list[bool] = logits.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
     drawn = [i for i, row in enumerate(rows) if is_sound[i] and not row.params.is_greedy]
     for part in _slices(len(drawn), logits.shape[1]):
         indices = drawn[part]
