@@ -81,11 +81,13 @@ def _safetensors_files(folder: Path) -> list[Path]:
         try:
             file_by_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(file_by_tensor.values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index} does not map tensors to files: {error!r}") from error
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise ModelError(f"{index} does not map tensors to files: {error!r:.200}") from error
+        if others := [name for name in names if not isinstance(name, str)]:
+            raise ModelError(f"{index} does not map tensors to files: {others[0]!r:.80}")
         if outside := [name for name in names if Path(name).name != name]:
-            raise ModelError(f"{index} names a file outside its folder: {outside[0]!r}")
-        if missing := [name for name in names if not (folder / name).exists()]:
+            raise ModelError(f"{index} names a file outside its folder: {outside[0]!r:.80}")
+        if missing := [name for name in names if not (folder / name).is_file()]:
             raise ModelError(
                 f"{folder} lacks {some_of(missing)} of its {len(names)} weight files; "
                 "fetch the checkpoint again"

@@ -20,6 +20,7 @@ from sapwood.runtime.models import MODELS, load_model_class
 DTYPES = ("float32", "bfloat16", "float16")
 _MAX_COUNT = 100_000  # layers, heads: far above any model, and nothing is built in vain
 _MAX_SIZE = 2**31
+_MAX_CONTEXT = 2**23  # tokens; rope tables have a row for each, whatever the weights' shapes
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"):
             check_range(name, getattr(self, name), 1, _MAX_SIZE)
         # A prompt of one token and an answer of one.
-        check_range("max_position_embeddings", self.max_position_embeddings, 2, _MAX_SIZE)
+        check_range("max_position_embeddings", self.max_position_embeddings, 2, _MAX_CONTEXT)
         check_positive("rms_norm_eps", self.rms_norm_eps)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
@@ -126,7 +127,7 @@ def is_native(folder: Path) -> bool:
 
     Raises ModelError where there is no config.json to say so.
     """
-    return _read_json(folder / "config.json").get("model_type") in MODELS
+    return str(_read_json(folder / "config.json").get("model_type")) in MODELS
 
 
 def parse_model_config(

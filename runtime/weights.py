@@ -13,7 +13,8 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,8 @@ def load_model(
     int8 (float32 activations between projections in int8, on a CPU) or auto: int8 where it can be
     had, `dtype` is auto too and the model's predictions move by no more than
     quantize.MAX_DIVERGENCE. An architecture without a native file runs through transformers, in
-    `dtype`; `verify_model` compares it with transformers' own attention first.
+    `dtype`, as does one whose file refuses its config.json; `verify_model` compares it with
+    transformers' own attention first.
 
     Raises ConfigError for an unknown option, ModelNotFoundError and ModelAccessError where there
     is nothing to load, UnsupportedModelError for what is not served and ModelError for a
@@ -106,13 +108,19 @@ def load_model(
     else:
         name = _name(source)
         path = find_model(source)
+        load_universal = partial(
+            _load_universal,
+            *(path, name, kernels, dtype, device, quantize),
+            is_dummy=is_dummy,
+            is_verified=verify_model,
+        )
         if not is_native(path):
-            return _load_universal(
-                *(path, name, kernels, dtype, device, quantize),
-                is_dummy=is_dummy,
-                is_verified=verify_model,
-            )
-        config = read_model_config(path)
+            return load_universal()
+        try:
+            config = read_model_config(path)
+        except UnsupportedModelError as refusal:
+            with _told_after(refusal):
+                return load_universal()
     if verify_model:
         raise ConfigError(
             f"verify_model is for models that run through transformers, and {config.model_type} "
@@ -123,7 +131,7 @@ def load_model(
         weights = _random_weights(config, chosen, device)
     else:
         assert path is not None
-        weights = _read_weights(path, config, chosen, device)
+        config, weights = _read_weights(path, config, chosen, device)
     wanted = _quantize(quantize)
     if wanted is Quantize.AUTO and dtype != "auto":
         wanted = Quantize.NONE  # who names a dtype wants that one
@@ -139,6 +147,16 @@ def load_model(
     return LoadedModel(model=model, config=config, path=path, name=name, quantize=quantized)
 
 
+@contextmanager
+def _told_after(refusal: UnsupportedModelError) -> Iterator[None]:
+    """Loading inside is what is left after the native file's `refusal`: a failure tells both."""
+    logger.info("%s; trying transformers' own code", refusal)
+    try:
+        yield
+    except ModelError as error:
+        raise type(error)(f"{refusal}. Through transformers' own code: {error}") from error
+
+
 def _load_universal(
     path: Path,
     name: str,
@@ -150,7 +168,7 @@ def _load_universal(
     is_dummy: bool,
     is_verified: bool,
 ) -> LoadedModel:
-    """The model in a folder whose architecture has no native file, run by transformers' code."""
+    """The model in a folder that no native file serves, run by transformers' code."""
     from sapwood.runtime.universal.load import load_universal, read_universal_config
 
     config = read_universal_config(path)
@@ -292,17 +310,41 @@ def _converted(gguf: Path) -> Path:
 
 def _read_weights(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Mapping[str, Tensor]:
-    """The checkpoint's tensors that the model is built from, checked by name and shape first."""
+) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    """The checkpoint's tensors that the model is built from, checked by name and shape first.
+
+    With them `config`, which is mistaken where it ties a head of its own; see `_as_stored`.
+    """
     model_class = load_model_class(config.model_type)
+    source = _float_tensors(folder, model_class.weight_shapes(config), dtype, device)
+    config = _as_stored(config, source, folder)
     expected = model_class.weight_shapes(config)
-    source = _float_tensors(folder, expected, dtype, device)
     headers = source.headers
     _check_dtypes(folder, {n: header.dtype for n, header in headers.items() if n in expected})
     unused = model_class.unused_weights(config, headers)
     found = {name: header.shape for name, header in headers.items() if name not in unused}
     _check_shapes(folder, found, expected)
-    return {name: source.read(name).to(dtype) for name in headers if name in expected}
+    return config, {name: source.read(name).to(dtype) for name in headers if name in expected}
+
+
+def _as_stored(config: ModelConfig, source: TensorSource, folder: Path) -> ModelConfig:
+    """`config`, untied where the checkpoint's head is not a copy of its embedding.
+
+    Whoever trains a head by itself and leaves `tie_word_embeddings` as it was saves both.
+    transformers takes the head that is stored, too.
+    """
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    if not config.tie_word_embeddings or any(name not in source.headers for name in names):
+        return config
+    embedding, head = (source.read(name).to(torch.float32) for name in names)
+    if torch.equal(embedding, head):
+        return config
+    logger.warning(
+        "%s: config.json ties the head to the embedding, and the checkpoint has a head of its own, "
+        "which is taken; tie_word_embeddings=false in config.json says so",
+        folder.name,
+    )
+    return replace(config, tie_word_embeddings=False)
 
 
 def _float_tensors(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sapwood.kernels.interface import Kernels
-from sapwood.runtime.errors import UnsupportedModelError
+from sapwood.runtime.errors import ModelError
 from sapwood.runtime.model_config import (
     Fields,
     ModelConfig,
@@ -127,9 +127,8 @@ def _attention(config: Gemma3Config, tensors: Tensors, index: int) -> Attention:
 
 def _local_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """All but every sixth, unless config.json says otherwise."""
-    name = "sliding_window_pattern"
-    pattern = fields.take(name, int, fields.take(f"_{name}", int, 6))
-    check_range(name, pattern, 1)
+    pattern = fields.take("sliding_window_pattern", int, 6)
+    check_range("sliding_window_pattern", pattern, 1)
     return sliding_layers(fields, [(index + 1) % pattern != 0 for index in range(num_layers)])
 
 
@@ -139,8 +138,9 @@ def _ropes(fields: Fields, head_dim: int, max_position: int) -> GemmaRopes:
     parameters = fields.object("rope_parameters")
     names = ("full_attention", "sliding_attention")
     if unknown := parameters.values.keys() - set(names):
-        raise UnsupportedModelError(
-            f"{parameters.where} has {min(unknown)!r:.80}; served are {', '.join(names)}"
+        # transformers passes over it, so that its code would be no way out.
+        raise ModelError(
+            f"{parameters.where} has {min(unknown)!r:.80}; it must be {', '.join(names)}"
         )
     full, local = (dict(parameters.object(name).values) for name in names)
     full |= fields.object("rope_scaling").values

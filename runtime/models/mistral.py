@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sapwood.kernels.interface import Kernels
-from sapwood.runtime.errors import UnsupportedModelError
+from sapwood.runtime.errors import ModelError
 from sapwood.runtime.model_config import (
     Fields,
     ModelConfig,
@@ -51,8 +51,10 @@ class MistralForCausalLM(Decoder):
         window = fields.optional("sliding_window", int, absent=4096)
         sliding = (window is not None,) * settings["num_hidden_layers"]
         if sliding_layers(fields, sliding) != sliding:
-            raise UnsupportedModelError(
-                "config.json: layer_types that differ between layers are not served for mistral"
+            # transformers passes over them, so that its code would be no way out.
+            raise ModelError(
+                "config.json: layer_types are not what sliding_window makes of them, all full or "
+                'all sliding; layers that differ are those of model_type "ministral"'
             )
         return MistralConfig(
             **settings,

@@ -4,6 +4,7 @@ window in the upper layers if `use_sliding_window` says so.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from sapwood.runtime.models.decoder import Decoder, PreNormLayer
 from sapwood.runtime.models.mlp import mlp_of, mlp_shapes
 from sapwood.runtime.models.rope import Rope, parse_rope
 from sapwood.runtime.models.tensors import Shapes, Tensors, decoder_shapes, norm_shapes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,12 @@ class Qwen2ForCausalLM(Decoder):
 
     @staticmethod
     def parse_config(fields: Fields) -> Qwen2Config:
+        if fields.object("dual_chunk_attention_config").values:
+            # Of the models for 1M tokens; transformers has not got it either.
+            logger.warning(
+                "dual_chunk_attention_config is not applied: answers may get worse beyond the "
+                "context that it calls original_max_position_embeddings"
+            )
         settings = common_settings(fields, num_key_value_heads=32, max_position_embeddings=32_768)
         max_position = settings["max_position_embeddings"]
         return Qwen2Config(

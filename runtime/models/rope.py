@@ -178,7 +178,8 @@ class RopeTable(NamedTuple):
     def of(cls, rope: Rope, max_position: int, device: torch.device) -> RopeTable:
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, rope.frequencies()).to(device)
-        return cls(angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)
+        cos = angles.cos().mul_(rope.attention_factor)
+        return cls(cos, angles.sin_().mul_(rope.attention_factor))
 
     def rows(self, positions: Tensor) -> RopeAngles:
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
@@ -202,12 +203,17 @@ def parse_rope(
             f"rotary embedding scaled by {written!r:.80} is not served; served are "
             f"{', '.join(RopeKind)}"
         )
+    # transformers passes over the next two, so that its code would be no way out.
     if nested := [key for key, value in parameters.values.items() if isinstance(value, dict)]:
-        raise UnsupportedModelError(
-            f"{parameters.where} of its own for {nested[0]!r:.80} is not served for this model"
+        raise ModelError(
+            f"{parameters.where} is of its own for {nested[0]!r:.80}, and this architecture has "
+            "one for all layers"
         )
-    if partial_rotary_factor(fields) != share:
-        raise UnsupportedModelError("rotary embedding of a part of each head is not served here")
+    if (written_share := partial_rotary_factor(fields)) != share:
+        raise ModelError(
+            f"config.json: partial_rotary_factor is {written_share}, and this architecture turns "
+            "all of each head"
+        )
     theta = parameters.take("rope_theta", float, fields.take("rope_theta", float, theta))
     return _scaled(
         RopeKind(kind),

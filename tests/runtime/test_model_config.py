@@ -243,18 +243,14 @@ def test_the_config_of_transformers_4_says_the_same(case: Case, tmp_path: Path) 
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
         ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "'axial' is not served"),
-        ({"rope_parameters": {"full_attention": {}}}, "of its own for 'full_attention'"),
-        ({"model_type": "gemma3_text", "rope_parameters": {"factor": 2.0}}, "has 'factor'"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal decoders"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 2}, "'linear_attention'"),
-        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "for mistral"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
         ({"model_type": "granite", "logits_scaling": 0.0}, "logits_scaling is 0.0"),
         (
             {"model_type": "mixtral", "num_experts_per_tok": 9},
             "num_experts_per_tok is 9",
         ),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "part of each head"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn is not served"),
     ],
 )
@@ -291,6 +287,33 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_parameters": {"full_attention": {}}}, "of its own for 'full_attention'"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"factor": 2.0}}, "has 'factor'"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "ministral"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "turns all of each head"),
+    ],
+)
+def test_what_transformers_passes_over_is_wrong_and_not_only_unserved(
+    changes: dict[str, Any], said: str
+) -> None:
+    """Else its code would be tried, and would serve the model without that setting."""
+    with pytest.raises(ModelError, match=said) as refusal:
+        parse(**{"num_key_value_heads": 4} | changes)
+    assert not isinstance(refusal.value, UnsupportedModelError)
+
+
+def test_the_dual_chunks_of_qwens_long_models_are_told_not_to_be_applied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse(model_type="qwen2", num_key_value_heads=4)
+    assert not caplog.text
+    parse(model_type="qwen2", num_key_value_heads=4, dual_chunk_attention_config={"chunk_size": 8})
+    assert "dual_chunk_attention_config is not applied" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("rope_scaling", "linear"),
@@ -315,6 +338,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
         ("hidden_size", 2**31 + 1),
         ("vocab_size", 10**4000),
         ("max_position_embeddings", 10**30),
+        ("max_position_embeddings", 2**23 + 1),
         ("max_position_embeddings", 1),
     ],
 )
@@ -339,7 +363,7 @@ def test_a_value_of_the_wrong_kind_in_a_part_or_the_other_file_is_named_as_well(
 
 
 def test_the_largest_sizes_are_taken() -> None:
-    sizes = {"num_hidden_layers": 100_000, "vocab_size": 2**31, "max_position_embeddings": 2**31}
+    sizes = {"num_hidden_layers": 100_000, "vocab_size": 2**31, "max_position_embeddings": 2**23}
     config = parse_model_config(RAW | sizes)
     assert {name: getattr(config, name) for name in sizes} == sizes
 

@@ -6,6 +6,7 @@ The reference is transformers' own attention on each prompt alone, from a model 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from sapwood.kernels import KERNELS, load_kernels
 from sapwood.runtime.quantize import Quantize
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.universal import attention, gate
+from sapwood.runtime.universal.load import load_universal, read_universal_config
 from sapwood.runtime.universal.model import UniversalModel
 from sapwood.runtime.universal.network import Network
 from sapwood.runtime.universal.paged import Chunk, MadeUpSequence, PagedTrial
@@ -180,6 +182,60 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
         for prompt, logits in zip(prompts, paged_logits(model, kernels, prompts), strict=True):
             assert largest_error(logits, reference_logits(reference, prompt)) <= 1e-3
     check_engine(tmp_path, reference, NUM_PROMPTS, NUM_TOKENS)
+
+
+NATIVE: dict[str, dict[str, Any]] = {
+    "gemma2": GROUPED
+    | {
+        "head_dim": 20,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 7.0,
+        "query_pre_attn_scalar": 24,
+    },
+    "phi3": GROUPED | {"sliding_window": WINDOW},
+    "qwen3": GROUPED | {"head_dim": 20},
+}
+
+
+@pytest.mark.parametrize("model_type", NATIVE)
+def test_what_has_a_native_file_is_right_through_transformers_too(
+    model_type: str, tmp_path: Path
+) -> None:
+    reference = save(tmp_path, config_of(model_type, **NATIVE[model_type]))
+    kernels, prompts = load_kernels("cpu"), prompts_of(NUM_PROMPTS)
+    config = read_universal_config(tmp_path)
+    model = load_universal(
+        config,
+        tmp_path,
+        kernels=kernels,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        is_verified=True,
+    )
+    with torch.inference_mode():
+        for prompt, logits in zip(prompts, paged_logits(model, kernels, prompts), strict=True):
+            assert largest_error(logits, reference_logits(reference, prompt)) <= 1e-3
+
+
+def test_a_config_that_its_native_file_refuses_runs_through_transformers(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of("llama", **GROUPED, hidden_act="gelu")
+    reference = save(tmp_path, config, tiny_model)
+    with caplog.at_level(logging.INFO, logger="sapwood"):
+        loaded = load(tmp_path, verify_model=True)
+    assert isinstance(loaded.model, UniversalModel)
+    assert "hidden_act 'gelu' is not served" in caplog.text
+    check_engine(tmp_path, reference, NUM_PROMPTS, NUM_TOKENS)
+
+
+def test_a_model_that_neither_way_serves_is_refused_with_both_reasons(tmp_path: Path) -> None:
+    config = config_of("gemma3_text", **GROUPED, head_dim=16, use_bidirectional_attention=True)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^config\.json: use_bidirectional.*attends to later tokens"
+    ):
+        load_dummy(save_config(tmp_path, config))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,45 @@ def test_old_rotary_buffers_and_the_copy_of_a_tied_head_are_passed_over(
 ) -> None:
     (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(4)}))
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[name] = torch.zeros(4)
+
+    rewrite(checkpoint, add)
     weights = weights_of(load(checkpoint))
     assert "lm_head.weight" not in weights
     assert name not in weights
+
+
+def test_a_head_that_differs_is_taken_though_the_config_ties_it(
+    checkpoint: Path, load: Callable[..., LoadedModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    loaded = load(checkpoint, dtype="bfloat16")
+    stored = load_file(checkpoint / "model.safetensors")
+    assert torch.equal(weights_of(loaded)["lm_head.weight"], stored["lm_head.weight"])
+    assert isinstance(loaded.config, ModelConfig) and not loaded.config.tie_word_embeddings
+    assert "has a head of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ("{}", "KeyError"),
+        ('{"weight_map": {"a": null}}', "None"),
+        ('{"weight_map": {"a": 1}}', "1"),
+        ("[" * 100_000, "RecursionError"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "outside its folder"),
+        ('{"weight_map": {"a": ".."}}', "lacks .. of its 1 weight files"),
+    ],
+)
+def test_an_index_that_names_no_files_is_told(
+    checkpoint: Path, load: Callable[..., LoadedModel], files: str, said: str
+) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(files)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        load(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
