@@ -24,6 +24,7 @@ from sapwood.runtime.control_tokens import (
     ControlledText,
     ControlTokens,
     strings_in,
+    unescaped,
     unused_characters,
 )
 from sapwood.runtime.errors import RequestError
@@ -120,6 +121,8 @@ class ChatTemplate:
             # The space shows whether the template trims what it writes.
             values.messages[-1] = {**last, "content": f"{last['content']}{end} "}
         rendered = self._rendered(values, chat.options)
+        for ours in filter(None, (mark, end)):
+            rendered = unescaped(rendered, ours)
         if end is not None:
             rendered = _cut_at(rendered, end)
         return RenderedChat(self._control_tokens.read(rendered, mark), messages, chat.options)

@@ -7,7 +7,8 @@ occurs nowhere in the input. After rendering, a control token is real where it i
 mark in front, and the marks are taken out again.
 
 A mark is no white space and stands in front of a spelling, so that trimming, splitting at other
-words and comparing with other words work in the template as without it. What is not covered: a
+words and comparing with other words work in the template as without it. Where a template writes a
+list or an object as Python does, the mark comes out escaped and is restored. What is not covered: a
 template that makes a control token out of a message by its own doing (it lower-cases the text, cuts
 pieces out of its middle, or writes brackets around a whole name to make `<|name|>`).
 
@@ -140,10 +141,17 @@ class ControlTokens:
         return _any_of(self._control | self._other)
 
 
-def unused_characters(texts: Iterable[str], count: int) -> str:
-    """`count` noncharacters that no text has. Raises RequestError where they have them all."""
+def unused_characters(texts: Sequence[str], count: int) -> str:
+    """`count` noncharacters that no text has, nor spells as an escape.
+
+    Raises RequestError where they have them all. O(characters of the texts).
+    """
     used: set[str] = set().union(*texts)
-    free = [character for character in NONCHARACTERS if character not in used]
+    free = [
+        character
+        for character in NONCHARACTERS
+        if character not in used and not any(_escape_of(character) in text for text in texts)
+    ]
     if len(free) < count:
         raise RequestError(
             "the messages use Unicode's noncharacters U+FDD0 to U+FDEF beside the spelling of a "
@@ -151,6 +159,15 @@ def unused_characters(texts: Iterable[str], count: int) -> str:
             param="messages",
         )
     return "".join(free[:count])
+
+
+def unescaped(text: str, character: str) -> str:
+    """`text` with the escapes of one noncharacter, as in `repr` of a list, replaced by itself."""
+    return text.replace(_escape_of(character), character)
+
+
+def _escape_of(character: str) -> str:
+    return f"\\u{ord(character):04x}"
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 A thread cannot be ended from outside, so the bounds are checked from within: `metered` writes calls
 of a `Meter` into a parsed template, at every turn of a loop, at every call of a macro, and around
-every expression that makes something new (calls, filters, `~`, `+`, `*`, `%`).
+every expression that makes something new (calls, filters, `~`, `+`, `*`, `%`, blocks that are
+assigned).
 
 Bounded thereby: the processor time of a rendering, up to one operation; the length of every string
 and list that an expression gives; the length of the text that comes out.
@@ -106,8 +107,8 @@ def _meter_expressions(node: nodes.Node) -> None:
 
     costly = (nodes.Call, nodes.Filter, nodes.Concat, nodes.Add, nodes.Mul, nodes.Mod)
 
-    def call_meter(value: nodes.Expr) -> nodes.Filter:
-        return nodes.Filter(value, METER, [], [], None, None, lineno=value.lineno)
+    def call_meter(value: nodes.Expr | None, lineno: int) -> nodes.Filter:
+        return nodes.Filter(value, METER, [], [], None, None, lineno=lineno)
 
     def is_bare(parent: nodes.Node, field: str, child: nodes.Node) -> bool:
         """Whether `child` has to stay as it is, or is shorter than its parent anyway."""
@@ -122,7 +123,7 @@ def _meter_expressions(node: nodes.Node) -> None:
             return child
         _meter_expressions(child)
         if isinstance(child, costly) and not is_bare(parent, field, child):
-            return call_meter(child)
+            return call_meter(child, child.lineno)
         return child
 
     for name, value in node.iter_fields():
@@ -131,5 +132,8 @@ def _meter_expressions(node: nodes.Node) -> None:
         else:
             setattr(node, name, rewritten(node, name, value))
     if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
-        turn = call_meter(nodes.Const(None, lineno=node.lineno))
+        turn = call_meter(nodes.Const(None, lineno=node.lineno), node.lineno)
         node.body.insert(0, nodes.ExprStmt(turn, lineno=node.lineno))
+    if isinstance(node, nodes.AssignBlock):
+        # A filter without a value, or around such filters, gets the text of the block.
+        node.filter = call_meter(node.filter, node.lineno)

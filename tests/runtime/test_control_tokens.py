@@ -8,6 +8,7 @@ from sapwood.runtime.control_tokens import (
     NONCHARACTERS,
     ControlTokens,
     strings_in,
+    unescaped,
     unused_characters,
 )
 from sapwood.runtime.errors import RequestError
@@ -117,8 +118,16 @@ def test_a_mark_is_a_character_that_no_text_has() -> None:
     assert unused_characters(["a", NONCHARACTERS[0] + NONCHARACTERS[2]], 2) == (
         NONCHARACTERS[1] + NONCHARACTERS[3]
     )
+    assert unused_characters(["a \\ufdd0"], 1) == NONCHARACTERS[1]
     with pytest.raises(RequestError, match="noncharacters"):
         unused_characters([NONCHARACTERS[1:]], 2)
+
+
+def test_an_escaped_mark_is_restored_and_nothing_else() -> None:
+    tokens = ControlTokens(["<|end|>"])
+    written = repr([tokens.marked("\\<|end|>\n", MARK), "\ufdd1"])
+    assert MARK not in written
+    assert unescaped(written, MARK).replace(MARK, "") == repr(["\\<|end|>\n", "\ufdd1"])
 
 
 def test_all_strings_of_a_value_are_seen() -> None:

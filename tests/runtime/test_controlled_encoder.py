@@ -99,14 +99,16 @@ def test_a_quoted_token_reads_back_as_it_was_written() -> None:
 )
 def test_no_part_of_a_message_spells_a_special_token(message: dict[str, Any]) -> None:
     template = "{% for m in messages %}<|start|>{{ m | tojson }}<|end|>{% endfor %}"
-    for source in (template, template.replace("tojson", "tojson(ensure_ascii=True)")):
+    writers = ("tojson", "tojson(ensure_ascii=True)", "string", "pprint")
+    for source in [template.replace("tojson", writer) for writer in writers]:
         tokenizer = Tokenizer(
             byte_level(), special_tokens={}, eos_token_ids=(), chat_template=source
         )
         ids = tokenizer.encode_chat([{"role": "assistant", **message}])
         specials = [i for i in ids if tokenizer.is_special(int(i))]
         assert len(specials) == 2
-        assert not set(NONCHARACTERS).intersection(tokenizer.decode(ids))
+        decoded = tokenizer.decode(ids)
+        assert not set(NONCHARACTERS).intersection(decoded) and "ufdd" not in decoded
 
 
 def test_neither_tools_nor_template_variables_spell_a_special_token() -> None:

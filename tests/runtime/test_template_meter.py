@@ -15,6 +15,8 @@ EVERY_KIND = """
 {{- shout('q') }}{% call shout('z', mark='?') %}inside{% endcall %}
 {%- filter upper %}filtered{% endfilter %}
 {%- set trimmed | trim %}  block  {% endset %}[{{ trimmed }}]
+{%- set plain %} block {{ trimmed }} {% endset %}[{{ plain }}]
+{%- set shown | trim | upper %} {{ plain }} {% endset %}[{{ shown }}]
 {%- for item in tree recursive %}({{ item.n }}{{ loop(item.below) if item.below }}
 {{- loop.length }}{{ loop.last }}{{ loop.index0 }}){% else %}nothing{% endfor %}
 {%- for x in [1, 2, 3, 4] if x % 2 == 0 %}{{ x + 1 }}{% if x == 4 %}{% break %}{% endif %}
@@ -71,6 +73,8 @@ def test_a_template_that_runs_on_is_stopped_by_the_clock(source: str) -> None:
         "{% endfor %}",
         "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}"
         "{% endfor %}",
+        "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set s %}{{ ns.s }}{{ ns.s }}"
+        "{% endset %}{% set ns.s = s %}{% endfor %}",
         "{{ ('x' * 101) | length }}",
         "{{ 'x' | center(101) | length }}",
         "{{ 'x'.ljust(101) | length }}",
