@@ -177,7 +177,8 @@ class ChatAnswer(OpenAIAnswer):
     def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return [opening | _prompt_logprobs(output, self.tokenizer)]
+        # Whole, they stand beside the choices: once.
+        return [opening | (_prompt_logprobs(output, self.tokenizer) if index == 0 else {})]
 
     def _piece(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
         return {"delta": {} if is_last else {"content": text}}

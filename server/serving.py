@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Annotated, TypeVar
 
@@ -38,6 +38,24 @@ class Work:
     sampling: Sequence[SamplingParams]
     request_ids: Sequence[str]
     names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _PromptLogprobs:
+    """An engine tells those of a prompt once; each answer's first piece gets them here."""
+
+    told: dict[int, RequestOutput] = field(default_factory=dict)  # by prompt
+    begun: set[tuple[int, int]] = field(default_factory=set)  # prompts and answers
+
+    def joined(self, prompt_index: int, piece: RequestOutput) -> RequestOutput:
+        if piece.prompt_logprobs is not None:
+            self.told[prompt_index] = piece
+        answer = (prompt_index, piece.outputs[0].index)
+        if answer in self.begun:
+            return piece
+        self.begun.add(answer)
+        telling = self.told.get(prompt_index, piece)
+        return replace(piece, prompt_logprobs=telling.prompt_logprobs)
 
 
 class Serving:
@@ -148,7 +166,11 @@ class Serving:
         return outputs
 
     async def stream(self, work: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What is new in the answer to each prompt, as it comes. Close it to abort them all."""
+        """What is new in the answer to each prompt, as it comes. Close it to abort them all.
+
+        The first piece of each answer has the prompt's log-probabilities, if they are asked for.
+        """
+        prompts = _PromptLogprobs()
         num_tokens = [0] * len(work.prompts)
         num_answers = [sampling.n for sampling in work.sampling]
         pieces = self.engine.stream_all(work.prompts, work.sampling, request_ids=work.request_ids)
@@ -159,7 +181,7 @@ class Serving:
                     num_answers[index] -= output.finished
                     if not num_answers[index]:
                         self._note_finished(output, num_tokens[index])
-                    yield index, output
+                    yield index, prompts.joined(index, output)
 
     def _note_finished(self, output: RequestOutput, num_tokens: int) -> None:
         times = output.metrics

@@ -174,8 +174,10 @@ def test_an_echo_without_an_answer_only_scores(server: Server) -> None:
     assert plain["logprobs"] is None
 
 
-def test_a_streamed_echo_is_the_whole_one(server: Server) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_streamed_echo_is_the_whole_one(server: Server, n: int) -> None:
     body = {"prompt": [PROMPT, "A tree"], "echo": True, "logprobs": 1, "seed": 4, "max_tokens": 5}
+    body["n"] = n
     whole = server.post("/v1/completions", **body).json()["choices"]
     pieces = events(server.post("/v1/completions", **body, stream=True))
     for choice in whole:
@@ -217,6 +219,25 @@ def test_the_native_endpoint_scores_a_prompt_from_a_position_on(server: Server) 
         assert late["meta_info"][field] == meta[field][4:]
     none = server.generate({}, return_logprob=True)
     assert none["meta_info"]["input_token_logprobs"] == []
+
+
+def test_every_streamed_answer_has_the_prompt_logprobs_it_has_whole(server: Server) -> None:
+    body = {"prompt": [PROMPT, "A tree"], "prompt_logprobs": 1, "seed": 4, "max_tokens": 3, "n": 2}
+    whole = server.post("/v1/completions", **body).json()["choices"]
+    pieces = events(server.post("/v1/completions", **body, stream=True))
+    told = [
+        choice for piece in pieces for choice in piece["choices"] if "prompt_logprobs" in choice
+    ]
+    by_index = {choice["index"]: choice["prompt_logprobs"] for choice in told}
+    assert len(told) == len(whole) == 4
+    assert by_index == {choice["index"]: choice["prompt_logprobs"] for choice in whole}
+
+    native = {"text": PROMPT, "return_logprob": True, "logprob_start_len": 1}
+    native["sampling_params"] = {"max_new_tokens": 3, "n": 2, "sampling_seed": 4}
+    streamed = events(server.post("/generate", **native, stream=True))
+    last = {piece["index"]: piece["meta_info"]["input_token_logprobs"] for piece in streamed}
+    for index, answer in enumerate(server.post("/generate", **native).json()):
+        assert last[index] == answer["meta_info"]["input_token_logprobs"]
 
 
 # -- what is done to logits ------------------------------------------------------------------------
