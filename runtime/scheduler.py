@@ -525,7 +525,7 @@ class Scheduler:
         return SequenceOutput(
             request_id=sequence.request_id,
             answer_index=sequence.answer_index,
-            prompt_scores=self._prompt_scores(sequence),
+            prompt_scores=self._prompt_scores(sequence, token),
             token_ids=() if token is None else (token.token_id,),
             logprobs=() if logprobs is None else (logprobs,),
             finish_reason=None if stop is None else stop.finish_reason,
@@ -534,11 +534,14 @@ class Scheduler:
             metrics=sequence.metrics(finished_time=None if stop is None else now),
         )
 
-    def _prompt_scores(self, sequence: Sequence) -> PromptScores | None:
+    def _prompt_scores(self, sequence: Sequence, token: SampledToken | None) -> PromptScores | None:
         """What was asked of the prompt, once it is known whole, with the first output."""
         scores = sequence.scores
-        if scores is None or not scores.wanted or sequence.num_generated > 1:
+        is_asked_for = sequence.request.sampling.prompt_logprobs is not None
+        if scores is None or not is_asked_for or sequence.answer_index:
             return None
+        if sequence.num_generated > (token is not None):
+            return None  # told before
         if sequence.first_unscored < sequence.request.num_prompt_tokens:
             return None  # aborted before
         return scores.prompt()

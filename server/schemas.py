@@ -10,6 +10,7 @@ Every field of a request is of one of three kinds, and its declaration says whic
 A field that is not declared is an error. Null always means that a field was not given.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,10 +85,13 @@ def _integer_keys(value: Any) -> Any:
     """JSON's keys are strings; ours are token ids."""
     if not isinstance(value, dict):
         return value
-    if not all(isinstance(key, str) and key.isdecimal() and len(key) < 20 for key in value):
+    if not all(isinstance(key, str) and _TOKEN_ID.fullmatch(key) for key in value):
         raise PydanticCustomError("token_ids", "must map token ids to biases")
     return {int(key): bias for key, bias in value.items()}
 
+
+# Written in one way only, so that no two keys are the same id.
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 
 LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_integer_keys)]
 

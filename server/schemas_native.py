@@ -169,9 +169,16 @@ class GenerateRequest(Wire):
     @property
     def names(self) -> Mapping[str, str]:
         """The caller's words for ours, in what the engine says about the request."""
-        at = "sampling_params.stop_token_ids"
         prompt = "input_ids" if self.text is None else "text"
-        return {"prompt": prompt, "stop_token_ids": at, "request_id": "rid"}
+        names = {field: f"sampling_params.{field}" for field in NativeSampling.model_fields}
+        return {
+            **names,
+            "prompt": prompt,
+            "request_id": "rid",
+            "top_logprobs": "top_logprobs_num",
+            "prompt_logprobs": "top_logprobs_num",
+            "prompt_logprobs_start": "logprob_start_len",
+        }
 
     def prompts(self, info: "EngineInfo") -> tuple[list[Prompt], bool]:
         """What to answer, and whether it is a single prompt. Raises ApiError."""

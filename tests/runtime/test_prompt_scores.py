@@ -158,3 +158,12 @@ def test_scores_survive_preemptions_chunks_and_eviction() -> None:
             expected = expected_scores(prompt)[start - 1 :]
             np.testing.assert_array_equal(scores_of(harness, request_id, start), expected)
     harness.assert_nothing_held()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_an_abort_does_not_tell_scores_again(num_steps: int) -> None:
+    harness = Harness()
+    request_id = harness.add(PROMPT, max_tokens=10, n=2, prompt_logprobs=0)
+    told = [output for _ in range(num_steps) for output in harness.step()]
+    told += harness.core.abort(request_id)
+    assert sum(output.prompt_scores is not None for output in told) == min(num_steps, 1)

@@ -160,6 +160,21 @@ def test_an_echo_has_the_prompt_and_its_logprobs(server: Server) -> None:
     assert choice["text"] == PROMPT + alone["text"]
 
 
+def test_a_prompt_of_one_token_has_an_entry_without_a_logprob(server: Server) -> None:
+    for max_tokens in (0, 1):
+        [choice] = server.completion(prompt=[70], echo=True, logprobs=0, max_tokens=max_tokens)[
+            "choices"
+        ]
+        lists = choice["logprobs"]
+        assert choice["text"].startswith(lists["tokens"][0])
+        assert lists["token_logprobs"][0] is None
+        assert lists["text_offset"] == [0, len(lists["tokens"][0])][: max_tokens + 1]
+    [choice] = server.completion(prompt=[70], prompt_logprobs=2, n=1)["choices"]
+    assert choice["prompt_logprobs"] == [None]
+    answer = server.post("/generate", input_ids=[70], return_logprob=True, logprob_start_len=0)
+    assert answer.json()["meta_info"]["input_token_logprobs"] == [[None, 70, None]]
+
+
 def test_an_echo_without_an_answer_only_scores(server: Server) -> None:
     body = server.completion(echo=True, logprobs=2, max_tokens=0)
     [choice] = body["choices"]
@@ -283,6 +298,8 @@ REFUSED = [
     ({"presence_penalty": -3}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {"\u0663": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": {"100000": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 1}, "banned_token_ids": [5]}, "logit_bias"),
@@ -313,6 +330,23 @@ def test_a_wrong_option_is_refused_by_name(
 ) -> None:
     response = server.post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 2} | fields)
     assert error(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"sampling_params": {"n": 17}}, "sampling_params.n"),
+        ({"sampling_params": {"logit_bias": {"999": 1}}}, "sampling_params.logit_bias"),
+        ({"sampling_params": {"banned_token_ids": [999]}}, "sampling_params.banned_token_ids"),
+        ({"return_logprob": True, "logprob_start_len": 99}, "logprob_start_len"),
+    ],
+)
+def test_the_native_endpoint_refuses_in_its_own_words(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
+    refusal = error(server.post("/generate", text=PROMPT, **fields))
+    assert refusal["param"] == param
+    assert refusal["message"].startswith(param.rpartition(".")[2])
 
 
 # -- whatever is asked -----------------------------------------------------------------------------
