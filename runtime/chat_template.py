@@ -181,10 +181,8 @@ class ChatTemplate:
         given = options.chat_template_kwargs
         if not given:
             return
-        special = self._special_tokens.keys()
-        known = {
-            name for name in self.variables - RESERVED - special if not name.endswith("_token")
-        }
+        ours = RESERVED | self._special_tokens.keys() | self._environment.globals.keys()
+        known = {name for name in self.variables - ours if not name.endswith("_token")}
         for name in given:
             if name not in known:
                 raise RequestError(

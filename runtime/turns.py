@@ -34,6 +34,7 @@ from sapwood.runtime.control_tokens import REAL
 TokenIds = NDArray[np.int32]
 
 MAX_TURN_TOKENS = 4_000_000  # 16 MB of ids, and about as much of text
+MAX_TURNS = 32_768  # each takes almost 1 kB beside its tokens and text
 _COMPARED_TURNS = 8  # of those with the same messages
 _SHOWN_TOKENS, _SHOWN_CHARS = 8, 40  # of a divergence, on either side
 
@@ -73,8 +74,9 @@ class Divergence:
     """Where a prompt leaves the tokens of the conversation's last turn.
 
     `position`: how many tokens they have in common. `expected_text` and `found_text`: the next few
-    tokens of the last turn and of the prompt. Of an answer that the prompt does not have nothing is
-    shown: it may have been given to somebody else who asked the same.
+    tokens of the last turn and of the prompt. Of an answer or of options (tools, template
+    variables) that the prompt does not have nothing is shown: they may be those of somebody else
+    who asked the same.
     """
 
     position: int
@@ -96,12 +98,13 @@ class PrefixReport:
 
 @dataclass(slots=True, eq=False)
 class TurnMemory:
-    """The latest turns, at most `max_tokens` tokens of them. Thread-safe.
+    """The latest turns: at most `max_turns`, of at most `max_tokens` tokens. Thread-safe.
 
     Invariant: `num_tokens` is the sum over the turns, and each is found under its own text.
     """
 
     max_tokens: int = MAX_TURN_TOKENS
+    max_turns: int = MAX_TURNS
     num_tokens: int = 0
     _turns: OrderedDict[bytes, Turn] = field(default_factory=OrderedDict)  # oldest use first
     _by_conversation: dict[bytes, list[bytes]] = field(default_factory=dict)  # newest last
@@ -117,7 +120,7 @@ class TurnMemory:
             self._turns[key] = turn
             self._by_conversation.setdefault(turn.prompt.conversations[-1], []).append(key)
             self.num_tokens += len(turn.token_ids)
-            while self.num_tokens > self.max_tokens:
+            while self.num_tokens > self.max_tokens or len(self._turns) > self.max_turns:
                 self._forget(next(iter(self._turns)))
 
     def recall(self, prompt: ChatPrompt, places: Sequence[int]) -> Turn | None:
@@ -149,6 +152,7 @@ class TurnMemory:
         with self._lock:
             assert self.num_tokens == sum(len(turn.token_ids) for turn in self._turns.values())
             assert self.num_tokens <= self.max_tokens
+            assert len(self._turns) <= self.max_turns
             for key, turn in self._turns.items():
                 assert key == _digest(turn.prompt.namespace, turn.keyed)
             for conversation, keys in self._by_conversation.items():
@@ -204,7 +208,7 @@ def find_divergence(
     position = _common_length(turn.token_ids, token_ids)
     return Divergence(
         position=position,
-        expected_text=_expected_text(turn, position, messages[num_shared:], spell),
+        expected_text=_expected_text(turn, prompt, position, messages[num_shared:], spell),
         found_text=spell(token_ids[position : position + _SHOWN_TOKENS]),
         reason=reason,
     )
@@ -212,11 +216,15 @@ def find_divergence(
 
 def _expected_text(
     turn: Turn,
+    prompt: ChatPrompt,
     position: int,
     later: Sequence[Mapping[str, Any]],
     spell: Callable[[TokenIds], str],
 ) -> str:
-    """What a turn has from a token on, as far as `later` messages show that it is known."""
+    """What a turn has from a token on, as far as `prompt` and `later` messages show that it is
+    known."""
+    if turn.prompt.options != prompt.options:
+        return ""
     end = position + _SHOWN_TOKENS
     if not _has_answer(turn, later):
         return spell(turn.token_ids[position : min(end, turn.num_prompt_tokens)])

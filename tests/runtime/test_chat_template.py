@@ -195,7 +195,7 @@ THINKER = """
 {%- for m in messages %}{{ m.content }}{% endfor %}
 {%- if tools %}{{ tools | tojson }}{% endif %}
 {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
-{{- style }}{{ pad_token }}{{ bos_token }}{{ strftime_now('') }}
+{%- set ns = namespace() %}{{- style }}{{ pad_token }}{{ bos_token }}{{ strftime_now('') }}
 """
 
 
@@ -206,7 +206,17 @@ def test_a_template_is_told_the_variables_that_it_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["thinking", "style", "messages", "tools", "bos_token", "pad_token", "strftime_now"]
+    "name",
+    [
+        "thinking",
+        "style",
+        "messages",
+        "tools",
+        "bos_token",
+        "pad_token",
+        "strftime_now",
+        "namespace",
+    ],
 )
 def test_a_variable_that_is_not_the_callers_is_refused_with_those_that_are(name: str) -> None:
     with pytest.raises(RequestError, match="it has custom_tools, enable_thinking") as refusal:
