@@ -15,6 +15,7 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_DEPTH = 64  # of lists and objects within each other
+MAX_INTEGER_BITS = 4096  # Python writes no number of many thousand digits
 MAX_TEMPLATE_KWARGS_CHARS = 65_536  # as JSON
 MAX_TOOLS_CHARS = 1_048_576  # as JSON
 
@@ -83,6 +84,11 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
 
 def plain_json(value: Any, where: str, *, param: str, depth: int = 0) -> Any:
     """A copy of a JSON value in plain dicts and lists. Raises RequestError for any other value."""
+    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise RequestError(
+            f"{where} has a whole number of more than {MAX_INTEGER_BITS} bits; send it as a string",
+            param=param,
+        )
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):

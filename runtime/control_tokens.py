@@ -10,7 +10,9 @@ A mark is no white space and stands in front of a spelling, so that trimming, sp
 words and comparing with other words work in the template as without it. Where a template writes a
 list or an object as Python does, the mark comes out escaped and is restored. What is not covered: a
 template that makes a control token out of a message by its own doing (it lower-cases the text, cuts
-pieces out of its middle, or writes brackets around a whole name to make `<|name|>`).
+pieces out of its middle, or writes brackets around a whole name to make `<|name|>`), and one that
+cuts a spelled token off and leaves its mark in front of a control token of its own, which is then
+plain text.
 
 Works on text; knows no tokenizer and no templates.
 """

@@ -269,6 +269,7 @@ def nested(depth: int) -> Any:
         (nested(100_000), "nested deeper than 64"),
         (object(), "object, which is no JSON"),
         ({1: 2}, "no string"),
+        ([10**5000], "whole number of more than 4096 bits"),
         ("\ud800", "surrogate"),
     ],
 )
