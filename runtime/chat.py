@@ -28,7 +28,8 @@ class ChatOptions:
     `continue_final_message`. `continue_final_message`: the last message is the beginning of the
     answer and is left open. `tools`: JSON-schema descriptions of functions, for templates that
     know tools. `chat_template_kwargs`: variables that this model's template reads, such as
-    `enable_thinking`.
+    `enable_thinking`. `turns_key`: turns of conversations with another key are never continued,
+    as if their texts were others.
 
     Raises RequestError, with `param` set, for what contradicts itself or is no JSON.
     """
@@ -37,6 +38,7 @@ class ChatOptions:
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    turns_key: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.add_generation_prompt, bool | None):
@@ -49,6 +51,8 @@ class ChatOptions:
                 "leaves the last message open, add_generation_prompt opens another after it; "
                 "give one of them",
             )
+        if not isinstance(self.turns_key, str):
+            raise _wrong("turns_key", "must be a string")
         object.__setattr__(self, "tools", _checked_tools(self.tools))
         kwargs = _checked_kwargs(self.chat_template_kwargs)
         object.__setattr__(self, "chat_template_kwargs", kwargs)

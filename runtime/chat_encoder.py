@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from sapwood.radix import Namespace
+from sapwood.radix import Namespace, NamespaceKind, NamespacePart
 from sapwood.runtime.chat import Chat, Message
 from sapwood.runtime.chat_template import RenderedChat
 from sapwood.runtime.tokenizer import TokenIds, Tokenizer
@@ -58,6 +58,8 @@ class ChatEncoder:
         """Its tokens. Raises RequestError. Cost: tokenising what no earlier turn has."""
         content = rendered.content
         keyed, all_places = content.keyed()
+        if key := rendered.options.turns_key:
+            namespace = (*namespace, NamespacePart(NamespaceKind.SALT, key))
         prompt = ChatPrompt(
             keyed=keyed,
             conversations=conversation_digests(rendered.messages, namespace),

@@ -100,16 +100,18 @@ class InputProcessor:
             eos_token_ids=self._tokenizer.eos_token_ids,
             arrival_time=now,
             namespace=self._namespace,
-            chat=None if chat is None else chat.prompt,
+            chat=None if chat is None or _is_open(prompt) else chat.prompt,
         )
 
     def remember(self, request: Request, answer_ids: Sequence[int], answer: str) -> None:
         """Keep what a finished conversation request was answered, for its next turn.
 
         `answer_ids` are all tokens that were generated, `answer` is the whole text that was given
-        out. Does nothing for a request that is no conversation. O(prompt + answer).
+        out. Does nothing for a request that is no conversation, nor where the caller decided on
+        tokens (biases, token lists, an open last message): others who come to have the same text
+        should not get tokens that a model would hardly choose. O(prompt + answer).
         """
-        if request.chat is not None:
+        if request.chat is not None and request.sampling.token_edits is None:
             self._chats.remember(request.chat, request.prompt_token_ids, answer_ids, answer)
 
     def explain(self, chat: Chat | Sequence[Message]) -> PrefixReport:
@@ -174,3 +176,8 @@ def _is_chat(prompt: Any) -> TypeGuard[Chat | Sequence[Message]]:
         and bool(prompt)
         and isinstance(prompt[0], Mapping)
     )
+
+
+def _is_open(prompt: Input) -> bool:
+    """Whether a conversation's last message is the beginning of the answer."""
+    return isinstance(prompt, Chat) and prompt.options.continue_final_message

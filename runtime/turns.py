@@ -10,9 +10,9 @@ Why that is sound: remembered tokens decode to exactly the text that they are re
 (`chat_encoder.py` checks it before), control tokens are real in both texts or in neither
 (`ControlledText.keyed`), and texts are compared as a whole, not by digest. So it is only ever
 decided in which of several ways the same text is cut into tokens. Turns of one namespace never meet
-those of another. Within a namespace, who sends the whole text of somebody else's turn, answer
-included, takes over its tokens; that this text was there before is all it tells, as the prefix
-cache's timing does. The newest turn with a text counts.
+those of another, and callers who name a key have a namespace of their own. Within one, who sends
+the whole text of somebody else's turn, answer included, takes over its tokens; that this text was
+there before is all it tells, as the prefix cache's timing does. The newest turn with a text counts.
 
 Knows no tokenizer, no templates and no requests; reads no clock.
 """

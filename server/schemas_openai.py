@@ -243,8 +243,14 @@ class ChatRequest(OpenAIRequest):
                 add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=bool(self.continue_final_message),
                 chat_template_kwargs=self.chat_template_kwargs or {},
+                turns_key=self._turns_key(),
             ),
         )
+
+    def _turns_key(self) -> str:
+        """Clients that tell their users apart have turns of their own for each."""
+        keys = (self.prompt_cache_key, self.safety_identifier, self.user)
+        return next((key for key in keys if isinstance(key, str)), "")
 
     def sampling(self) -> SamplingParams:
         """How to answer; without a limit, as far as the context goes. Raises ApiError."""

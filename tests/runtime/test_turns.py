@@ -442,3 +442,34 @@ def test_where_a_conversation_leaves_its_last_turn_is_logged_without_its_text(
     assert "diverges from the conversation's last turn at token" in record.getMessage()
     assert "messages[1] is not the answer that was given" in record.getMessage()
     assert "secret" not in record.getMessage()
+
+
+def test_turns_with_another_key_are_not_met(chats: Conversations) -> None:
+    def ask(messages: list[dict[str, Any]], key: str) -> EncodedChat:
+        return chats.encode(Chat(messages, ChatOptions(turns_key=key)))
+
+    turn = ask([user("hi")], "one")
+    chats.encoder.remember(turn.prompt, turn.token_ids, chats.letters("the"), "the")
+    later = [user("hi"), assistant("the"), user("more")]
+    num_remembered = {key: ask(later, key).num_remembered_tokens for key in ("one", "other", "")}
+    assert num_remembered == {"one": len(turn.token_ids) + 3, "other": 0, "": 0}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [
+        (SamplingParams(max_tokens=4, banned_token_ids=(5,)), ChatOptions()),
+        (SamplingParams(max_tokens=4, logit_bias={70: 5.0}), ChatOptions()),
+        (SamplingParams(max_tokens=4), ChatOptions(continue_final_message=True)),
+    ],
+)
+def test_turns_whose_tokens_a_caller_decided_on_are_not_remembered(
+    tiny_model: Path, sampling: SamplingParams, options: ChatOptions
+) -> None:
+    with Engine(str(tiny_model), num_kv_blocks=64) as engine:
+        memory = engine._inputs._chats._turns
+        messages = [user("hi"), assistant("We")] if options.continue_final_message else [user("a")]
+        engine.generate(Chat(messages, options), sampling)
+        assert memory.num_tokens == 0
+        engine.generate(Chat([user("a")]), SamplingParams(max_tokens=4))
+        assert memory.num_tokens

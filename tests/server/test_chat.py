@@ -357,3 +357,10 @@ async def test_a_stream_has_no_usage_unless_asked(client):
     chunks = events(await client.post(URL, json=chat(stream=True)))
     assert all("usage" not in chunk for chunk in chunks)
     assert all(chunk["choices"] for chunk in chunks)
+
+
+@pytest.mark.parametrize("field", ["user", "safety_identifier", "prompt_cache_key"])
+async def test_who_asks_says_whose_turns_are_continued(client, engine, field):
+    await client.post(URL, json=chat(**{field: "someone"}))
+    await client.post(URL, json=chat())
+    assert [given.options.turns_key for given in engine.inputs] == ["someone", ""]
