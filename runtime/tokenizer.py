@@ -43,6 +43,7 @@ class Tokenizer:
         chat_template: str | None,
         model_vocab_size: int = 0,
     ) -> None:
+        backend = _with_special_roles(backend)
         # A tokenizer.json may ask for cutting and padding; a prompt is never silently cut here.
         backend.no_truncation()
         backend.no_padding()
@@ -217,6 +218,22 @@ class Tokenizer:
         return self.token_raw_bytes(token_id).decode(errors="replace")
 
 
+def _with_special_roles(backend: Backend) -> Backend:
+    """The tokenizer, with added tokens that name a role flagged special.
+
+    Some checkpoints flag them as text (DeepSeek R1's <｜User｜>), and a message that spells one
+    would begin a turn. Cost where there are any: that of reading tokenizer.json once more.
+    """
+    added = backend.get_added_tokens_decoder()
+    roles = {i for i, t in added.items() if not t.special and _ROLE_TOKEN.fullmatch(t.content)}
+    if not roles:
+        return backend
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        token["special"] |= token["id"] in roles
+    return Backend.from_str(json.dumps(state))
+
+
 def _check_unicode(text: str) -> None:
     """Half of a surrogate pair reaches us through JSON escapes and has no encoding."""
     try:
@@ -314,6 +331,7 @@ def _flat_steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield state
 
 
+_ROLE_TOKEN = re.compile("<[|｜](system|user|assistant|tool)[|｜]>", re.IGNORECASE)
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
