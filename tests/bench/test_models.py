@@ -2,6 +2,7 @@
 a few types run again."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_what_cannot_be_built_is_told_as_such() -> None:
 def test_no_architecture_of_the_installed_transformers_is_silently_wrong(tmp_path: Path) -> None:
     out = tmp_path / "models.json"
     command = [sys.executable, str(common.ROOT / "bench" / "models.py"), "--out", str(out)]
-    subprocess.run(command, check=True, cwd=common.ROOT, env={"PYTHONPATH": str(common.ROOT)})
+    environment = os.environ | {"PYTHONPATH": str(common.ROOT)}
+    subprocess.run(command, check=True, cwd=common.ROOT, env=environment)
     verdicts = {n: r["verdict"] for n, r in json.loads(out.read_text())["models"].items()}
     assert sorted(verdicts) == models.causal_types()
     assert [name for name, verdict in verdicts.items() if verdict == "wrong"] == []
