@@ -47,6 +47,7 @@ class EngineInfo:
     kv_bytes: int
     schedule_policy: str
     prefix_caching: bool
+    has_chat_template: bool
     load_seconds: float
     created: int  # seconds since the epoch
 
@@ -148,6 +149,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         kv_bytes=num_blocks * spec.num_bytes,
         schedule_policy=config.scheduler.schedule_policy,
         prefix_caching=config.cache.prefix_caching,
+        has_chat_template=tokenizer.has_chat_template,
         load_seconds=time.monotonic() - started,
         created=int(time.time()),
     )

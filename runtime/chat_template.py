@@ -186,8 +186,8 @@ class ChatTemplate:
         for name in given:
             if name not in known:
                 raise RequestError(
-                    f"this model's chat template has no variable {name!r} to set; "
-                    f"it has {', '.join(sorted(known)) or 'none'}",
+                    f"{name!r} is no variable of this model's chat template that a request may "
+                    f"set; those are {', '.join(sorted(known)) or 'none'}: leave it out",
                     param="chat_template_kwargs",
                 )
 

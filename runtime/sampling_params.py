@@ -173,7 +173,7 @@ class SamplingParams:
         _check_int("top_logprobs", self.top_logprobs, low=0, high=MAX_TOP_LOGPROBS)
         if self.top_logprobs and not self.logprobs:
             raise RequestError(
-                f"top_logprobs is {self.top_logprobs} and logprobs is off; set logprobs=True",
+                f"top_logprobs is {self.top_logprobs} and logprobs is off; ask for logprobs too",
                 param="top_logprobs",
             )
         _check_int(
@@ -192,7 +192,8 @@ class SamplingParams:
         _check_int("best_of", self.best_of, low=1, high=MAX_NUM_ANSWERS, optional=True)
         if self.num_computed_answers < self.n:
             raise RequestError(
-                f"best_of is {self.best_of}, fewer than the n {self.n} answers to give",
+                f"best_of is {self.best_of} and n is {self.n}: the best n of best_of answers are "
+                "given; raise best_of or lower n",
                 param="best_of",
             )
         if self.num_computed_answers > self.n and self.is_greedy:

@@ -36,6 +36,7 @@ _NO_BEAMS = (
     "beam search is not served: its beams are ranked together at every step, and an answer would "
     "depend on the others; use best_of, or n with a temperature"
 )
+_ONLY_COMPLETIONS = "/v1/completions has it, conversations do not; use n, or prompt_logprobs"
 _NO_BAD_WORDS = "words are not served; ban their tokens with banned_token_ids"
 _NO_MEDIA = "only text is served; leave it out"
 _NO_REASONING = "the model does not reason apart from its answer; leave it out"
@@ -207,6 +208,8 @@ class ChatRequest(OpenAIRequest):
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
 
+    best_of: Annotated[Any, refused(_ONLY_COMPLETIONS, 1)] = None
+    echo: Annotated[Any, refused(_ONLY_COMPLETIONS, False)] = None
     metadata: Accepted = None
     store: Accepted = None
     service_tier: Accepted = None

@@ -67,6 +67,7 @@ def load_universal(
         model = admit(config, network, kernels)
         if is_verified:
             verify(model, network, kernels)
+            logger.info("%s is as transformers' own attention over long prompts", config.model_type)
     except UnsupportedModelError as error:
         raise refused(config.model_type, str(error)) from error.__cause__
     logger.info("%s runs through transformers", config.model_type)

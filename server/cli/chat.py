@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sapwood.runtime.errors import EngineError, ModelAccessError, RequestError
+from sapwood.runtime.errors import (
+    EngineError,
+    ModelAccessError,
+    RequestError,
+    UnsupportedModelError,
+)
 from sapwood.server.cli.pull import fetch
 
 if TYPE_CHECKING:
@@ -138,6 +143,12 @@ def in_process(model: str, options: dict[str, Any], console: Console) -> Iterato
         from sapwood.runtime.engine import Engine  # imports torch, which takes a second
 
         engine = Engine(model)
+    if not engine.info.has_chat_template:
+        engine.close()
+        raise UnsupportedModelError(
+            f"{model} has no chat template, so it cannot hold a conversation; serve it and send "
+            "plain prompts to /v1/completions"
+        )
 
     def talk(messages: list[Message]) -> Answer:
         generated = 0

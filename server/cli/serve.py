@@ -196,7 +196,9 @@ def url_of(listener: socket.socket) -> str:
 
 def banner(info: "EngineInfo", url: str) -> str:
     """What is served, where, and how to try it."""
-    body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}'
+    path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if not info.has_chat_template:
+        path, body = "completions", '"prompt": "Once upon a time"'
     sharing = "prefix sharing" if info.prefix_caching else "no prefix sharing"
     lines = {
         "model": f"{info.model_name}, {info.precision} on {info.device}, {info.kernels} kernels",
@@ -207,7 +209,7 @@ def banner(info: "EngineInfo", url: str) -> str:
         ),
         "on": f"{sharing}, {info.schedule_policy} scheduling, /metrics",
         "API": f"{url}/v1, {url}/generate, described at {url}/docs",
-        "try": f"curl {url}/v1/chat/completions -d '{body}'",
+        "try": f"curl {url}/v1/{path} -d '{{{body}, \"max_tokens\": 64}}'",
     }
     head = f"Sapwood {sapwood.__version__}"
     return escape("\n".join([head, *(f"  {name:9}{text}" for name, text in lines.items())]))

@@ -219,10 +219,10 @@ def test_a_template_is_told_the_variables_that_it_reads() -> None:
     ],
 )
 def test_a_variable_that_is_not_the_callers_is_refused_with_those_that_are(name: str) -> None:
-    with pytest.raises(RequestError, match="it has custom_tools, enable_thinking") as refusal:
+    with pytest.raises(RequestError, match="those are custom_tools, enable_thinking") as refusal:
         render(THINKER, CHATS[0], chat_template_kwargs={name: "x"})
     assert refusal.value.param == "chat_template_kwargs"
-    with pytest.raises(RequestError, match="it has none"):
+    with pytest.raises(RequestError, match="those are none"):
         render(SMOLLM2, CHATS[0], chat_template_kwargs={name: "x"})
 
 
