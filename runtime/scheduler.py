@@ -13,10 +13,9 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-import numpy as np
-
 from sapwood.radix import PrefixCache
 from sapwood.runtime.admission import LengthEstimator, PeakBudget
+from sapwood.runtime.common_prefix import common_length
 from sapwood.runtime.config import BatchingMode, SchedulerOptions
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.policy import SchedulingPolicy
@@ -26,7 +25,6 @@ from sapwood.runtime.request import (
     SampledToken,
     Sequence,
     SequenceOutput,
-    TokenIds,
     WaitingQueue,
 )
 from sapwood.runtime.scoring import PromptScores
@@ -308,7 +306,7 @@ class Scheduler:
             if not other.is_prefilling or other.request.namespace != sequence.request.namespace:
                 continue
             num_usable = self._num_usable(sequence, other)
-            num_common = _common_prefix(other.token_ids, sequence.token_ids[:num_usable])
+            num_common = common_length(other.token_ids, sequence.token_ids[:num_usable])
             if num_common > max(num_matched, other.num_computed):
                 return True
         return False
@@ -577,9 +575,3 @@ def _chunk(sequence: Sequence, length: int) -> Chunk:
         # The row before a token gives its score.
         num_logits = max(num_logits, end - max(start, first - 1))
     return Chunk(sequence, start, length, num_logits, sequence.num_seats if samples else 0)
-
-
-def _common_prefix(a: TokenIds, b: TokenIds) -> int:
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length

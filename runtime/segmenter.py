@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
+from sapwood.runtime.common_prefix import common_length
 from sapwood.runtime.step_plan import Chunk
 
 Int32Array = NDArray[np.int32]
@@ -99,7 +100,7 @@ class Segmenter:
 
     def _edges(self, tables: list[Int32Array]) -> Iterator[_Edge]:
         """Edges over sorted tables, parents first. Explicit stack: the tree may be deep."""
-        common = [_common_length(a, b) for a, b in zip(tables, tables[1:], strict=False)]
+        common = [common_length(a, b) for a, b in zip(tables, tables[1:], strict=False)]
         stack = [(0, len(tables), 0)]  # tables low .. high - 1 have `covered` blocks in segments
         while stack:
             low, high, covered = stack.pop()
@@ -112,9 +113,3 @@ class Segmenter:
             splits = [i + 1 for i in range(low, high - 1) if common[i] == depth]
             bounds = [low, *splits, high]
             stack.extend((a, b, covered) for a, b in zip(bounds, bounds[1:], strict=False))
-
-
-def _common_length(a: Int32Array, b: Int32Array) -> int:
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.radix import Namespace
+from sapwood.runtime.common_prefix import common_length
 from sapwood.runtime.control_tokens import REAL
 
 TokenIds = NDArray[np.int32]
@@ -205,7 +206,7 @@ def find_divergence(
         reason = _prompt_reason(turn, prompt)
     else:
         reason = _reason(turn, prompt, place, messages[num_shared], f"messages[{num_shared}]")
-    position = _common_length(turn.token_ids, token_ids)
+    position = common_length(turn.token_ids, token_ids)
     return Divergence(
         position=position,
         expected_text=_expected_text(turn, prompt, position, messages[num_shared:], spell),
@@ -276,13 +277,7 @@ def _prompt_reason(turn: Turn, prompt: ChatPrompt) -> str:
 
 
 def _common_text(a: bytes, b: bytes) -> int:
-    return _common_length(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8))
-
-
-def _common_length(a: NDArray[Any], b: NDArray[Any]) -> int:
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
+    return common_length(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8))
 
 
 def _seeded(namespace: Namespace) -> blake2b:

@@ -78,6 +78,7 @@ TORCH_FREE = (
     "kernels/windows.py",
     "runtime/admission.py",
     "runtime/chat.py",
+    "runtime/common_prefix.py",
     "runtime/config.py",
     "runtime/control_tokens.py",
     "runtime/controlled_encoder.py",
