@@ -92,6 +92,12 @@ class NativeSampling(Wire):
         names |= {"top_logprobs": "top_logprobs_num", "logprobs": "return_logprob"}
         names |= {"prompt_logprobs_start": "logprob_start_len"}
         scores_prompt = logprobs and logprob_start >= 0
+        if None not in (self.seed, self.sampling_seed) and self.seed != self.sampling_seed:
+            raise ApiError(
+                400,
+                f"seed is {self.seed} and sampling_seed is {self.sampling_seed}; give one of them",
+                param=f"{at}.seed",
+            )
         values = {
             "max_tokens": self.max_new_tokens,
             "min_tokens": self.min_new_tokens,

@@ -144,6 +144,7 @@ async def test_neutral_values_are_taken(client):
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
+        ({"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}}, "sampling_params.seed"),
         ({"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
         ({"text": "a", "sampling_params": {"max_tokens": 5}}, "sampling_params.max_tokens"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
