@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sapwood.kernels.interface import Kernels, KVCache
 from sapwood.runtime.batch import ForwardBatch
+from sapwood.runtime.compute_threads import ComputeThreads
 from sapwood.runtime.request import ChunkResult, SampledToken
 from sapwood.runtime.sampler import SamplingRow, prompt_logprobs, sample
 from sapwood.runtime.scoring import TokenScores
@@ -35,13 +36,16 @@ class ModelRunner:
         self._model = model
         self._kernels = kernels
         self._kv = kv
+        # Elsewhere threads of the processor only prepare what is computed.
+        self._threads = ComputeThreads(max_threads=None if kv.spec.device.type == "cpu" else 1)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         """What each chunk of the plan gave, in its order."""
         for copy in plan.copies:
             self._kernels.copy_rows(self._kv, copy.source, copy.target, copy.num_rows)
-        logits = self._model.forward(self._batch(plan), self._kv)
+        with self._threads.watched():
+            logits = self._model.forward(self._batch(plan), self._kv)
         by_chunk = torch.split(logits, [chunk.num_logits for chunk in plan.chunks])
         scores = [_scores(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
         sampled = self._sample(plan, logits)
