@@ -84,9 +84,7 @@ class AsyncEngine(EngineBase[_Inbox]):
                     unfinished.discard(told.request_id)
         finally:
             self._withdraw(requests, unfinished)
-        for request in requests:
-            self._remember(request, builders[request.request_id])
-        return [builders[request.request_id].whole() for request in requests]
+        return [self._whole(request, builders[request.request_id]) for request in requests]
 
     async def stream(
         self,

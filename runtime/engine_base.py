@@ -15,6 +15,7 @@ from sapwood.runtime.config import EngineConfig
 from sapwood.runtime.core import EngineStats
 from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input, is_single
 from sapwood.runtime.request import Request, SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
@@ -111,11 +112,17 @@ class EngineBase(Generic[InboxT]):
     def _builder(self, request: Request) -> AnswerBuilder:
         return AnswerBuilder(request, self.tokenizer.token_bytes)
 
+    def _whole(self, request: Request, builder: AnswerBuilder) -> RequestOutput:
+        """The finished answers, which are kept for the next turn of their conversation."""
+        output = builder.whole()
+        for answer in output.outputs:
+            self._inputs.remember(request, answer.token_ids, answer.text)
+        return output
+
     def _remember(self, request: Request, builder: AnswerBuilder) -> None:
-        """Keep finished answers for the next turn of their conversation."""
+        """The same where nobody wants them whole."""
         if request.chat is not None:
-            for answer in builder.whole().outputs:
-                self._inputs.remember(request, answer.token_ids, answer.text)
+            self._whole(request, builder)
 
     def _submit(self, requests: Sequence[Request], inbox: InboxT) -> None:
         """Hand requests to the core, their outputs to `inbox`.

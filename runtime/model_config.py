@@ -6,14 +6,13 @@ the model's file, which also reads them. Nothing here knows tensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sapwood.kernels.interface import Activation
-from sapwood.runtime.checkpoint_json import field_of, token_ids_of, wrong_field
+from sapwood.runtime.checkpoint_json import field_of, read_json_object, token_ids_of, wrong_field
 from sapwood.runtime.errors import ModelError, UnsupportedModelError
 from sapwood.runtime.models import MODELS, load_model_class
 
@@ -116,9 +115,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises ModelError for what is missing or malformed, UnsupportedModelError for what is not
     served.
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_json_object(folder / "config.json")
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json_object(generation_path) if generation_path.exists() else {}
     return parse_model_config(raw, generation)
 
 
@@ -127,7 +126,7 @@ def is_native(folder: Path) -> bool:
 
     Raises ModelError where there is no config.json to say so.
     """
-    return str(_read_json(folder / "config.json").get("model_type")) in MODELS
+    return str(read_json_object(folder / "config.json").get("model_type")) in MODELS
 
 
 def parse_model_config(
@@ -252,15 +251,3 @@ def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
     found = token_ids_of(raw, "eos_token_id", where="config.json")
     more = token_ids_of(generation, "eos_token_id", where="generation_config.json")
     return tuple(dict.fromkeys([*found, *more]))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}: it is not a model's folder") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path} holds {type(parsed).__name__}, a JSON object was expected")
-    return parsed

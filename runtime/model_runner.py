@@ -4,7 +4,6 @@ Knows no cache, no policy and no text.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -58,9 +57,9 @@ class ModelRunner:
         """The tokens that are drawn, those of a chunk behind each other; overwrites logits."""
         last_rows = np.cumsum([chunk.num_logits for chunk in plan.chunks]) - 1
         rows = [
-            replace(SamplingRow.of(chunk.sequence, int(last_row)), seed=seed)
+            SamplingRow.of(chunk.sequence, int(last_row), num_forks)
             for chunk, last_row in zip(plan.chunks, last_rows, strict=True)
-            for seed in chunk.seeds
+            for num_forks in range(chunk.num_samples)
         ]
         return iter(sample(logits, rows))
 

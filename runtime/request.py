@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.radix import Lease, Namespace
-from sapwood.runtime.noise import answer_seed
 from sapwood.runtime.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.scoring import PromptScores, SequenceScores, TokenScores
@@ -122,11 +121,6 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Sorts by arrival."""
         return self.arrival_index, self.answer_index
-
-    @property
-    def seed(self) -> int:
-        """Of this answer's noise."""
-        return answer_seed(self.request.seed, self.answer_index)
 
     @property
     def num_seats(self) -> int:

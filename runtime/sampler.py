@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.runtime.noise import uniform
+from sapwood.runtime.noise import answer_seed, uniform
 from sapwood.runtime.outputs import Logprob, TokenLogprobs
 from sapwood.runtime.request import SampledToken, Sequence, TokenIds
 from sapwood.runtime.sampling_params import SamplingParams, TokenEdits
@@ -39,12 +39,13 @@ class SamplingRow:
     held_off_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, logits_index: int) -> "SamplingRow":
+    def of(cls, sequence: Sequence, logits_index: int, num_forks: int = 0) -> "SamplingRow":
+        """For the next token of a sequence, or of the `num_forks`-th that is forked from it."""
         params = sequence.request.sampling
         hold_off_end = sequence.num_generated < params.min_tokens
         return cls(
             params=params,
-            seed=sequence.seed,
+            seed=answer_seed(sequence.request.seed, sequence.answer_index + num_forks),
             logits_index=logits_index,
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.request.num_prompt_tokens,

@@ -1,11 +1,9 @@
 """What one step does: a value, without tensors."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.radix import BlockCopy
-from sapwood.runtime.noise import answer_seed
 from sapwood.runtime.request import Sequence
 
 
@@ -27,12 +25,6 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def seeds(self) -> Iterator[int]:
-        """Of the noise of each token that is drawn."""
-        first, seed = self.sequence.answer_index, self.sequence.request.seed
-        return (answer_seed(seed, first + offset) for offset in range(self.num_samples))
 
     @property
     def num_scores(self) -> int:
