@@ -10,6 +10,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.runtime.answer_format import AnswerParts
+
 
 class FinishReason(StrEnum):
     """Why an answer ended."""
@@ -51,6 +53,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    parts: AnswerParts | None = None  # of `text`, where the answer is written in a format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,16 @@
 Knows no tensors and reads no clock.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.radix import Lease, Namespace
+from sapwood.runtime.answer_format import AnswerFormat
+from sapwood.runtime.constraints.interface import Matcher
 from sapwood.runtime.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.scoring import PromptScores, SequenceScores, TokenScores
@@ -39,6 +41,10 @@ class Request:
     arrival_time: float  # seconds, the engine's clock
     namespace: Namespace = ()
     chat: ChatPrompt | None = None  # of a conversation: what its next turn will need
+    matcher: Matcher | None = None  # at the start of the answer; copied for each
+    answer_format: AnswerFormat | None = None  # how the text is read
+    # Special tokens that are part of the text all the same, with their bytes.
+    visible_tokens: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:

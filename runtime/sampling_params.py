@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.runtime.constraints.spec import ConstraintSpec
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.regex_syntax import RegexError
 from sapwood.runtime.stop_regex import MAX_REGEX_SIZE, StopRegex
@@ -96,6 +97,8 @@ class SamplingParams:
     best_of: int | None = None  # answers to compute; those of the highest mean log-probability
     prompt_logprobs: int | None = None  # alternatives to each prompt token; 0: the tokens' own only
     prompt_logprobs_start: int = 0  # the first prompt position that is asked for
+    constraint: ConstraintSpec | None = None  # what the answer's text must satisfy
+    max_reasoning_tokens: int | None = None  # of a model that reasons first; None: no limit
 
     token_edits: TokenEdits | None = field(init=False, repr=False, compare=False)
     compiled_stop_regexes: tuple[StopRegex, ...] = field(init=False, repr=False, compare=False)
