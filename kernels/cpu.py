@@ -146,6 +146,13 @@ class CpuKernels:
         calls = prepared.calls_by_window[window]
         return attend_with_torch(calls, query, key, value, scale, sinks=sinks)
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        can_be_native = logits.dtype == torch.float32 and logits.is_contiguous()
+        if self._native is not None and can_be_native and allowed.is_contiguous():
+            self._native.mask_logits(logits, rows, allowed)
+        else:
+            self._reference.mask_logits(logits, rows, allowed)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
             return functional.rms_norm(x, weight.shape, weight, eps)

@@ -162,6 +162,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """Set to minus infinity, in place, what `allowed` has no bit for.
+
+        logits float32 [*, vocab_size]; `rows` int64 [m] names those that are masked, each once;
+        allowed int32 [m, words], of which bit `i % 32` of word `i // 32` stands for token `i`, and
+        words reach at least as far as the vocabulary.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / rms(x) * weight` over the last axis (Zhang and Sennrich 2019); a new tensor.
 

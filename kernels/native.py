@@ -64,6 +64,7 @@ _SIGNATURES = MappingProxyType(
         "activate_and_mul": (_POINTER, *(_INT,) * 3, _POINTER),
         "rotary": (_POINTER, *(_INT,) * 5, *(_POINTER,) * 3),
         "write_kv": (*(_POINTER, _INT) * 2, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT),
+        "mask_logits": (_POINTER, _INT, _POINTER, _INT, _POINTER, _INT),
         "attend_rows": (*_HEADS, *(_POINTER,) * 7, *(_INT,) * 5, _FLOAT, _FLOAT, *(_POINTER,) * 2),
         "attend_tails": (*_HEADS, *(_POINTER,) * 5, *(_INT,) * 4, _FLOAT, _FLOAT, *(_POINTER,) * 5),
         "add_sinks": (_POINTER, _POINTER, *(_INT,) * 3, _POINTER),
@@ -169,6 +170,7 @@ class Native:
             self._activate_and_mul,
             self._rotary,
             self._write_kv,
+            self._mask_logits,
             self._attend_rows,
             self._attend_tails,
             self._add_sinks,
@@ -308,6 +310,17 @@ class Native:
             keys.data_ptr(),
             values.data_ptr(),
             keys.dtype == torch.bfloat16,
+        )
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """logits [*, vocab_size], rows int64 [m], allowed int32 [m, words]; all contiguous."""
+        self._mask_logits(
+            logits.data_ptr(),
+            logits.shape[1],
+            rows.data_ptr(),
+            len(rows),
+            allowed.data_ptr(),
+            allowed.shape[1],
         )
 
     def can_attend(self, kv_dtype: torch.dtype, head_dim: int) -> bool:

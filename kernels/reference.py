@@ -139,6 +139,11 @@ class ReferenceKernels:
             out = out * torch.sigmoid(lse - sinks.to(torch.float32)).unsqueeze(-1)
         return out.to(query.dtype)
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        bits = torch.arange(32, device=allowed.device, dtype=torch.int32)
+        is_allowed = (allowed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         exact = x.to(torch.float32)
         scaled = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps)

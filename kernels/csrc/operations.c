@@ -68,3 +68,26 @@ void sapwood_write_kv(const float *key, int64_t key_stride, const float *value,
         write_row(value + i * value_stride, values, slots[i], n, is_bf16);
     }
 }
+
+/* Minus infinity in the rows [num_rows] of logits [*, vocab_size] where allowed [num_rows, words] has
+ * no bit: bit i % 32 of word i / 32 is token i's. */
+void sapwood_mask_logits(float *logits, int64_t vocab_size, const int64_t *rows, int64_t num_rows,
+                         const uint32_t *allowed, int64_t num_words) {
+#pragma omp parallel for schedule(static) if (num_rows * vocab_size > GRAIN)
+    for (int64_t r = 0; r < num_rows; r++) {
+        float *row = logits + rows[r] * vocab_size;
+        const uint32_t *words = allowed + r * num_words;
+        for (int64_t first = 0; first < vocab_size; first += 32) {
+            uint32_t word = words[first / 32];
+            if (word == UINT32_MAX) continue;
+            if (first + 32 <= vocab_size) {
+#pragma omp simd
+                for (int64_t i = 0; i < 32; i++)
+                    row[first + i] = word >> i & 1 ? row[first + i] : -INFINITY;
+            } else {
+                for (int64_t i = 0; i < vocab_size - first; i++)
+                    if (!(word >> i & 1)) row[first + i] = -INFINITY;
+            }
+        }
+    }
+}

@@ -573,3 +573,21 @@ def test_linear_takes_only_what_the_same_backend_packed(kernels: Kernels) -> Non
 def test_an_unknown_backend_is_named_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"'cuda'; there are reference, cpu"):
         load_kernels("cuda")
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 100, 4096])
+def test_masked_logits_keep_their_bits_or_become_minus_infinity(
+    kernels: Kernels, vocab_size: int
+) -> None:
+    logits = random_numbers(5, vocab_size, seed=3)
+    logits[1, 0] = torch.nan
+    rows = torch.tensor([4, 1, 2])
+    num_words = -(-vocab_size // 32) + 1  # a mask may be wider than the vocabulary
+    allowed = np.random.default_rng(5).integers(-(2**31), 2**31, (3, num_words)).astype(np.int32)
+    allowed[2] = ([-1, 0] * num_words)[:num_words]  # whole words of either
+    expected = logits.numpy().copy()
+    for row, words in zip(rows.tolist(), allowed, strict=True):
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size]
+        expected[row, bits == 0] = -np.inf
+    kernels.mask_logits(logits, rows, torch.from_numpy(allowed))
+    np.testing.assert_array_equal(logits.numpy(), expected)
