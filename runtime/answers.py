@@ -10,7 +10,6 @@ from itertools import chain
 from sapwood.runtime.detokenizer import IncrementalDetokenizer
 from sapwood.runtime.outputs import (
     CompletionOutput,
-    FinishReason,
     Logprob,
     RequestOutput,
     TokenLogprobs,
@@ -42,10 +41,7 @@ class AnswerBuilder:
     def add(self, told: SequenceOutput) -> RequestOutput:
         """The new piece: text, tokens and log-probabilities that were not given out before."""
         self._num_unfinished -= told.finished
-        ended_by_token = told.finish_reason is FinishReason.STOP and not isinstance(
-            told.stop_reason, str
-        )
-        text_ids = told.token_ids[:-1] if ended_by_token else told.token_ids
+        text_ids = told.token_ids[:-1] if told.ended_by_token else told.token_ids
         detokenizer = self._detokenizers[told.answer_index]
         piece = CompletionOutput(
             index=told.answer_index,
@@ -54,6 +50,7 @@ class AnswerBuilder:
             logprobs=told.logprobs if self._request.sampling.needs_logprobs else None,
             finish_reason=told.finish_reason,
             stop_reason=told.stop_reason,
+            ended_by_token=told.ended_by_token,
         )
         output = RequestOutput(
             request_id=self._request.caller_id,
@@ -104,6 +101,7 @@ class AnswerBuilder:
             logprobs=logprobs,
             finish_reason=pieces[-1].finish_reason,
             stop_reason=pieces[-1].stop_reason,
+            ended_by_token=pieces[-1].ended_by_token,
         )
 
 

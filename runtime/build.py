@@ -21,6 +21,7 @@ from sapwood.runtime.processing import InputProcessor
 from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.segmenter import Segmenter
+from sapwood.runtime.token_masks import TokenMasks
 from sapwood.runtime.tokenizer import Tokenizer
 from sapwood.runtime.weights import choose_dtype, load_model
 
@@ -128,9 +129,15 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         max_model_len=max_model_len,
         token_bytes=tokenizer.token_bytes,
     )
+    masks = TokenMasks(
+        kernels,
+        max_rows=config.scheduler.max_num_seqs,
+        vocab_size=loaded.config.vocab_size,
+        device=device,
+    )
     core = EngineCore(
         scheduler,
-        ModelRunner(loaded.model, kernels, kv),
+        ModelRunner(loaded.model, kernels, kv, masks),
         clock=clock,
         make_cache=make_cache,
         check_invariants=config.scheduler.check_invariants,

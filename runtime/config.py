@@ -73,12 +73,14 @@ class SchedulerOptions:
     schedule_policy: str = "lpm"  # a name from sapwood.runtime.policy.POLICIES
     max_overtakes: int = 64  # a request overtaken that often goes first
     mode: BatchingMode = BatchingMode.CONTINUOUS
+    jump_forward: bool = True  # tokens that a constraint leaves no choice of are not drawn
     check_invariants: bool = False  # after every step; for tests and debugging, slow
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_overtakes", self.max_overtakes, 1)
+        _is_bool("jump_forward", self.jump_forward)
         _is_bool("check_invariants", self.check_invariants)
         if not isinstance(self.schedule_policy, str):
             raise ConfigError(f"schedule_policy is {self.schedule_policy!r}; it must be a name")

@@ -18,6 +18,7 @@ from sapwood.runtime.request import ChunkResult, SampledToken
 from sapwood.runtime.sampler import SamplingRow, prompt_logprobs, sample
 from sapwood.runtime.scoring import TokenScores
 from sapwood.runtime.step_plan import Chunk, StepPlan
+from sapwood.runtime.token_masks import TokenMasks
 
 
 class Model(Protocol):
@@ -29,10 +30,16 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """Runs plans on one model and one KV cache. The KV cache's contents are its only state."""
+    """Runs plans on one model and one KV cache. The KV cache's contents are its only state.
 
-    def __init__(self, model: Model, kernels: Kernels, kv: KVCache) -> None:
+    `masks` are needed where requests are constrained.
+    """
+
+    def __init__(
+        self, model: Model, kernels: Kernels, kv: KVCache, masks: TokenMasks | None = None
+    ) -> None:
         self._model = model
+        self._masks = masks
         self._kernels = kernels
         self._kv = kv
         # Elsewhere threads of the processor only prepare what is computed.
@@ -61,7 +68,7 @@ class ModelRunner:
             for chunk, last_row in zip(plan.chunks, last_rows, strict=True)
             for num_forks in range(chunk.num_samples)
         ]
-        return iter(sample(logits, rows))
+        return iter(sample(logits, rows, self._masks))
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors. numpy work per chunk, none in Python per token."""

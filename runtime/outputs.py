@@ -44,7 +44,8 @@ class CompletionOutput:
 
     `token_ids` holds every token that was generated, those of a stop string and the end token
     included; `text` never holds either. `stop_reason` is the stop string or the stop token id
-    that ended the answer, None for the model's own end token.
+    that ended the answer, None for the model's own end token, and for an answer that its
+    constraint leaves nothing to add to. `ended_by_token`: the last token is an end token.
     """
 
     index: int
@@ -53,6 +54,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    ended_by_token: bool = False
     parts: AnswerParts | None = None  # of `text`, where the answer is written in a format
 
 

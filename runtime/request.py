@@ -57,6 +57,16 @@ class Request:
         return frozenset((*eos, *self.sampling.stop_token_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a sequence ends with its newest token: a reason, or an error."""
+
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    is_by_end_token: bool = False
+
+
 class Sequence:
     """The one mutable state of an answer. Only the scheduler changes it.
 
@@ -71,18 +81,22 @@ class Sequence:
         "_buffer",
         "answer_index",
         "arrival_index",
+        "early_stop",
         "end_token_ids",
         "first_scheduled_time",
         "first_token_time",
         "lease",
         "match_version",
+        "matcher",
         "num_cached_prompt_tokens",
         "num_computed",
         "num_matched",
         "num_overtaken",
         "num_preemptions",
+        "num_prefill_tokens",
         "num_to_fork",
         "num_tokens",
+        "num_told",
         "request",
         "scores",
         "stop_matcher",
@@ -95,7 +109,11 @@ class Sequence:
         self.answer_index = answer_index
         self.num_to_fork = sampling.num_computed_answers - 1 if answer_index == 0 else 0
         self.num_tokens = request.num_prompt_tokens
+        self.num_told = 0  # generated tokens that an output had
         self.num_computed = 0
+        self.num_prefill_tokens = 0  # known when it was last admitted
+        self.early_stop: Stop | None = None  # why it ends without a token being drawn
+        self.matcher = None if request.matcher is None else request.matcher.copy()
         self.lease: Lease | None = None
         self.num_cached_prompt_tokens: int | None = None  # counted once, at first admission
         self.num_matched = 0  # of the cache's version `match_version`
@@ -163,8 +181,12 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether it computes a prompt, or computes anew what it lost to a preemption."""
-        return self.num_uncomputed > 1 or self.num_computed < self.request.num_prompt_tokens
+        """Whether it computes a prompt, or computes anew what it lost to a preemption.
+
+        Forced tokens that come with a drawn one are no prefill, however many they are.
+        """
+        num_prompt_tokens = self.request.num_prompt_tokens
+        return self.num_computed < max(num_prompt_tokens, self.num_prefill_tokens - 1)
 
     @property
     def is_running(self) -> bool:
@@ -175,6 +197,11 @@ class Sequence:
         """The lease of a running sequence."""
         assert self.lease is not None, "a waiting sequence holds no lease"
         return self.lease
+
+    @property
+    def untold_token_ids(self) -> tuple[int, ...]:
+        """Generated tokens that no output had yet."""
+        return tuple(self.token_ids[self.request.num_prompt_tokens + self.num_told :].tolist())
 
     def append(self, token_id: int, logprob: float | None = None) -> None:
         """Add a generated token. Amortised O(1): the buffer doubles."""
@@ -219,6 +246,7 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    ended_by_token: bool = False
     error: str | None = None
     prompt_scores: PromptScores | None = None
     num_cached_tokens: int = 0
@@ -273,12 +301,14 @@ class WaitingQueue:
 class SampledToken:
     """The token drawn for one chunk, with log-probabilities if they were asked for.
 
-    `is_sound` is False where the model gave no finite logits, and then there is no token.
+    `is_sound` is False where the model gave no finite logits, and then there is no token. `fault`
+    is why, where it was not the model.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     is_sound: bool = True
+    fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

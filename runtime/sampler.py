@@ -13,11 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sapwood.runtime.constraints.interface import Matcher
 from sapwood.runtime.noise import answer_seed, uniform
 from sapwood.runtime.outputs import Logprob, TokenLogprobs
 from sapwood.runtime.request import SampledToken, Sequence, TokenIds
 from sapwood.runtime.sampling_params import SamplingParams, TokenEdits
 from sapwood.runtime.scoring import TokenScores
+from sapwood.runtime.token_masks import TokenMasks
 
 # How many logits are worked on at once: 32 MiB in float64, whatever the batch and the vocabulary.
 _SLICE_SIZE = 2**22
@@ -28,7 +30,8 @@ class SamplingRow:
     """One token to draw, from row `logits_index` of the logits. Several may draw from one row.
 
     `token_ids` are the prompt and the answer so far, int32 [position]: a view, read at once.
-    `held_off_token_ids` may not be drawn: those that would end the answer too early.
+    `held_off_token_ids` may not be drawn: those that would end the answer too early. `matcher`,
+    where the answer is constrained, says what else may not.
     """
 
     params: SamplingParams
@@ -37,19 +40,24 @@ class SamplingRow:
     token_ids: TokenIds
     num_prompt_tokens: int
     held_off_token_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None
 
     @classmethod
     def of(cls, sequence: Sequence, logits_index: int, num_forks: int = 0) -> "SamplingRow":
         """For the next token of a sequence, or of the `num_forks`-th that is forked from it."""
         params = sequence.request.sampling
         hold_off_end = sequence.num_generated < params.min_tokens
+        held_off = sequence.end_token_ids if hold_off_end else frozenset[int]()
+        if sequence.matcher is not None and params.ignore_eos:
+            held_off |= frozenset(sequence.request.eos_token_ids)  # its mask may have them
         return cls(
             params=params,
             seed=answer_seed(sequence.request.seed, sequence.answer_index + num_forks),
             logits_index=logits_index,
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.request.num_prompt_tokens,
-            held_off_token_ids=tuple(sequence.end_token_ids) if hold_off_end else (),
+            held_off_token_ids=tuple(held_off),
+            matcher=sequence.matcher,
         )
 
     @property
@@ -58,11 +66,14 @@ class SamplingRow:
         return len(self.token_ids)
 
 
-def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[SampledToken]:
+def sample(
+    logits: Tensor, rows: SequenceOf[SamplingRow], masks: TokenMasks | None = None
+) -> list[SampledToken]:
     """Draw one token for each of `rows` from `logits` float32 [*, vocab_size]; may overwrite them.
 
-    A row without a finite maximum (a broken checkpoint, float16 beyond its range, no token left
-    that may be drawn) is told as not sound and disturbs no other.
+    `masks` are needed where a row has a matcher. A row whose matcher fails is told as not sound,
+    with the reason. A row without a finite maximum (a broken checkpoint, float16 beyond its range,
+    no token left that may be drawn) is told as not sound and disturbs no other.
 
     O(num_rows * vocab_size), a sort of each row that has top_k or top_p, and a sort of the tokens
     so far of each that has penalties.
@@ -71,10 +82,13 @@ def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[SampledToken]:
         return []
     model_logprobs = _ModelLogprobs.of(logits, rows)
     logits = _row_for_each(logits, rows)
+    errors = _apply_masks(logits, rows, masks)
     edit_logits(logits, rows)
     token_ids = _argmax(logits)
     # NaN and infinities show in the maximum, and NaN counts as the highest of all.
     is_sound: list[bool] = logits.gather(1, token_ids[:, None])[:, 0].isfinite().tolist()
+    for index in errors:
+        is_sound[index] = False
     drawn = [i for i, row in enumerate(rows) if is_sound[i] and not row.params.is_greedy]
     for part in _slices(len(drawn), logits.shape[1]):
         indices = drawn[part]
@@ -82,7 +96,19 @@ def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[SampledToken]:
         token_ids[indices] = _draw(_weights(logits[indices], chosen), chosen)
     tokens: list[int] = token_ids.tolist()
     logprobs = model_logprobs.told(rows, tokens)
-    return [SampledToken(*parts) for parts in zip(tokens, logprobs, is_sound, strict=True)]
+    faults = [errors.get(index) for index in range(len(rows))]
+    return [SampledToken(*parts) for parts in zip(tokens, logprobs, is_sound, faults, strict=True)]
+
+
+def _apply_masks(
+    logits: Tensor, rows: SequenceOf[SamplingRow], masks: TokenMasks | None
+) -> dict[int, str]:
+    """Take out what constraints do not allow; what went wrong, by row."""
+    matchers = {i: row.matcher for i, row in enumerate(rows) if row.matcher is not None}
+    if not matchers:
+        return {}
+    assert masks is not None, "a row is constrained and there is no room for masks"
+    return masks.apply(logits, matchers)
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> TokenScores:

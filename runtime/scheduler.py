@@ -17,6 +17,7 @@ from sapwood.radix import PrefixCache
 from sapwood.runtime.admission import LengthEstimator, PeakBudget
 from sapwood.runtime.common_prefix import common_length
 from sapwood.runtime.config import BatchingMode, SchedulerOptions
+from sapwood.runtime.constraints.interface import GrammarError, Matcher
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.policy import SchedulingPolicy
 from sapwood.runtime.request import (
@@ -25,6 +26,7 @@ from sapwood.runtime.request import (
     SampledToken,
     Sequence,
     SequenceOutput,
+    Stop,
     WaitingQueue,
 )
 from sapwood.runtime.scoring import PromptScores
@@ -48,14 +50,6 @@ class SchedulerCounters:
     computed_tokens: int = 0  # rows of all steps
     generated_tokens: int = 0
     num_preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """Why a sequence ends with its newest token."""
-
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
 
 
 class Scheduler:
@@ -117,8 +111,8 @@ class Scheduler:
         return self._cache
 
     def add(self, request: Request) -> None:
-        """Queue a request. O(1)."""
-        sequence = Sequence(request, self._num_arrived)
+        """Queue a request. O(1), and the tokens that its constraint forces at once."""
+        sequence = self._begun(Sequence(request, self._num_arrived))
         self._waiting.add(sequence)
         self._unfinished[request.request_id] = [sequence]
         self._num_arrived += 1
@@ -132,9 +126,8 @@ class Scheduler:
         for sequence in self._unfinished.pop(request_id, ()):
             if not self._waiting.discard(sequence):
                 self._leave(sequence)
-            unborn = [self._sibling(sequence, index) for index in range(1, sequence.num_seats)]
-            for ended in (sequence, *unborn):
-                outputs.append(self._output(ended, now, stop=_Stop(FinishReason.ABORT)))
+            for ended in (sequence, *self._unborn(sequence)):
+                outputs.append(self._output(ended, now, stop=Stop(FinishReason.ABORT)))
         return outputs
 
     def preempt(self, num_sequences: int = 1) -> int:
@@ -341,6 +334,7 @@ class Scheduler:
         self._waiting.discard(sequence)
         sequence.lease = lease
         sequence.num_computed = lease.num_cached
+        sequence.num_prefill_tokens = sequence.num_tokens
         if sequence.num_cached_prompt_tokens is None:
             self._count_admission(sequence, lease.num_cached, now)
         insort(self._running, sequence, key=lambda s: s.order)
@@ -413,7 +407,7 @@ class Scheduler:
         self.counters.computed_tokens += plan.num_rows
         for chunk, result in zip(plan.chunks, results, strict=True):
             self._advance(chunk, result)
-        outputs = []
+        outputs: list[SequenceOutput] = []
         for chunk, result in zip(plan.chunks, results, strict=True):
             sequence = chunk.sequence
             if result.sampled:
@@ -422,8 +416,8 @@ class Scheduler:
                 forks = [self._fork(sequence, index) for index in range(1, 1 + len(others))]
                 outputs.append(self._take(sequence, first, now))
                 outputs += map(self._take, forks, others, [now] * len(others))
-            elif sequence.request.max_tokens == 0 and not sequence.num_uncomputed:
-                outputs.append(self._end(sequence, _Stop(FinishReason.LENGTH), now))
+            elif sequence.early_stop is not None and not sequence.num_uncomputed:
+                outputs += self._end_early(sequence, sequence.early_stop, now)
         return outputs
 
     def _advance(self, chunk: Chunk, result: ChunkResult) -> None:
@@ -458,22 +452,58 @@ class Scheduler:
         return sequence
 
     def _sibling(self, sequence: Sequence, answer_index: int) -> Sequence:
-        return Sequence(sequence.request, sequence.arrival_index, answer_index)
+        return self._begun(Sequence(sequence.request, sequence.arrival_index, answer_index))
+
+    def _unborn(self, sequence: Sequence) -> list[Sequence]:
+        """Answers that were to be forked from it, where nothing is to be computed any more."""
+        return [self._sibling(sequence, index) for index in range(1, sequence.num_seats)]
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    def _begun(self, sequence: Sequence) -> Sequence:
+        """A new sequence with the tokens that its constraint forces: they join the prompt."""
+        if sequence.request.max_tokens == 0:
+            sequence.early_stop = Stop(FinishReason.LENGTH)
+        elif sequence.matcher is not None:
+            is_complete = sequence.matcher.is_complete
+            done = Stop(FinishReason.STOP) if is_complete else None
+            sequence.early_stop = done or self._jump_forward(sequence, sequence.matcher)
+        return sequence
+
+    def _jump_forward(self, sequence: Sequence, matcher: Matcher) -> Stop | None:
+        """Append the tokens that a constraint leaves no choice of; why the answer ends in them.
+
+        They are what the masked sampler would draw, one by one. Log-probabilities need the row
+        before each token, so that requests for them go step by step.
+        """
+        if not self._options.jump_forward or sequence.request.sampling.needs_logprobs:
+            return None
+        try:
+            forced = matcher.forced_tokens()
+        except Exception as error:
+            return _broken(error)
+        stops = (self._append(sequence, token_id) for token_id in forced)
+        return next((stop for stop in stops if stop is not None), None)
+
+    def _append(
+        self, sequence: Sequence, token_id: int, logprob: float | None = None
+    ) -> Stop | None:
+        """Add a token to the answer; why it ends with it."""
+        sequence.append(token_id, logprob)
+        self.counters.generated_tokens += 1
+        stop = self._stop_at_text(sequence, token_id)
+        if stop is None and sequence.matcher is not None:
+            stop = _advance_matcher(sequence.matcher, token_id)
+        return stop or self._stop_at_length(sequence)
 
     def _take(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceOutput:
         if not token.is_sound:
             self._drop(sequence, publish=False)
-            return sequence.failure(
-                "the model gave no finite logits for this request; its numbers left the range of "
-                "the dtype, or the checkpoint is broken: try float32, or check the weights",
-                now,
-            )
-        logprobs = token.logprobs
-        sequence.append(token.token_id, None if logprobs is None else logprobs.logprob)
-        self.counters.generated_tokens += 1
-        if sequence.first_token_time is None:
-            sequence.first_token_time = now
-        stop = self._stop(sequence, token.token_id)
+            return sequence.failure(_fault(sequence, token), now)
+        logprob = None if token.logprobs is None else token.logprobs.logprob
+        stop = self._append(sequence, token.token_id, logprob)
+        if stop is None and sequence.matcher is not None:
+            stop = self._jump_forward(sequence, sequence.matcher)
         if stop is None:
             return self._output(sequence, now, token)
         if stop.finish_reason is FinishReason.STOP:
@@ -481,10 +511,20 @@ class Scheduler:
         return self._end(sequence, stop, now, token)
 
     def _end(
-        self, sequence: Sequence, stop: _Stop, now: float, token: SampledToken | None = None
+        self, sequence: Sequence, stop: Stop, now: float, token: SampledToken | None = None
     ) -> SequenceOutput:
         self._drop(sequence)
+        if stop.error is not None:
+            return sequence.failure(stop.error, now)
         return self._output(sequence, now, token, stop)
+
+    def _end_early(self, sequence: Sequence, stop: Stop, now: float) -> list[SequenceOutput]:
+        """End a request of which no token was to be drawn, all its answers."""
+        unborn = self._unborn(sequence)
+        first = self._end(sequence, stop, now)
+        if stop.error is not None:
+            return [first, *(other.failure(stop.error, now) for other in unborn)]
+        return [first, *(self._output(other, now, stop=stop) for other in unborn)]
 
     def _drop(self, sequence: Sequence, publish: bool = True) -> None:
         """Let go of a sequence that has ended, wherever it is."""
@@ -492,24 +532,30 @@ class Scheduler:
             self._leave(sequence, publish)
         self._forget(sequence)
 
-    def _stop(self, sequence: Sequence, token_id: int) -> _Stop | None:
-        """Whether the newest token ends the answer."""
+    def _stop_at_text(self, sequence: Sequence, token_id: int) -> Stop | None:
+        """Whether the newest token ends the answer by what it is, or by the text so far."""
         sampling = sequence.request.sampling
         if sequence.num_generated > sampling.min_tokens and token_id in sequence.end_token_ids:
             is_eos = token_id not in sampling.stop_token_ids
-            return _Stop(FinishReason.STOP, None if is_eos else token_id)
+            return Stop(FinishReason.STOP, None if is_eos else token_id, is_by_end_token=True)
         if sequence.stop_matcher is not None:
-            match = sequence.stop_matcher.feed(self._bytes_of(token_id))
+            match = sequence.stop_matcher.feed(self._bytes_of(sequence, token_id))
             if match is not None:
-                return _Stop(FinishReason.STOP, match.reason)
-        if sequence.num_generated >= sequence.request.max_tokens:
-            return _Stop(FinishReason.LENGTH)
-        if sequence.num_tokens >= self._max_model_len:
-            return _Stop(FinishReason.LENGTH)
+                return Stop(FinishReason.STOP, match.reason)
         return None
 
-    def _bytes_of(self, token_id: int) -> bytes:
+    def _stop_at_length(self, sequence: Sequence) -> Stop | None:
+        if sequence.num_generated >= sequence.request.max_tokens:
+            return Stop(FinishReason.LENGTH)
+        if sequence.num_tokens >= self._max_model_len:
+            return Stop(FinishReason.LENGTH)
+        return None
+
+    def _bytes_of(self, sequence: Sequence, token_id: int) -> bytes:
         """What a token adds to the text; a model may have more rows than its tokenizer tokens."""
+        visible = sequence.request.visible_tokens.get(token_id)
+        if visible is not None:
+            return visible
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
     def _output(
@@ -517,28 +563,35 @@ class Scheduler:
         sequence: Sequence,
         now: float,
         token: SampledToken | None = None,
-        stop: _Stop | None = None,
+        stop: Stop | None = None,
     ) -> SequenceOutput:
+        """What is new, and from now on is not."""
         logprobs = token.logprobs if token is not None else None
+        token_ids = sequence.untold_token_ids
+        prompt_scores = self._prompt_scores(sequence)
+        sequence.num_told = sequence.num_generated
+        if token_ids and sequence.first_token_time is None:
+            sequence.first_token_time = now
         return SequenceOutput(
             request_id=sequence.request_id,
             answer_index=sequence.answer_index,
-            prompt_scores=self._prompt_scores(sequence, token),
-            token_ids=() if token is None else (token.token_id,),
+            prompt_scores=prompt_scores,
+            token_ids=token_ids,
             logprobs=() if logprobs is None else (logprobs,),
             finish_reason=None if stop is None else stop.finish_reason,
             stop_reason=None if stop is None else stop.stop_reason,
+            ended_by_token=stop is not None and stop.is_by_end_token,
             num_cached_tokens=sequence.num_cached_prompt_tokens or 0,
             metrics=sequence.metrics(finished_time=None if stop is None else now),
         )
 
-    def _prompt_scores(self, sequence: Sequence, token: SampledToken | None) -> PromptScores | None:
+    def _prompt_scores(self, sequence: Sequence) -> PromptScores | None:
         """What was asked of the prompt, once it is known whole, with the first output."""
         scores = sequence.scores
         is_asked_for = sequence.request.sampling.prompt_logprobs is not None
         if scores is None or not is_asked_for or sequence.answer_index:
             return None
-        if sequence.num_generated > (token is not None):
+        if sequence.num_told:
             return None  # told before
         if sequence.first_unscored < sequence.request.num_prompt_tokens:
             return None  # aborted before
@@ -568,10 +621,46 @@ class Scheduler:
 def _chunk(sequence: Sequence, length: int) -> Chunk:
     start = sequence.num_computed
     end = start + length
-    samples = end == sequence.num_tokens and sequence.request.max_tokens > 0
+    samples = end == sequence.num_tokens and sequence.early_stop is None
     num_logits = int(samples)
     first = sequence.first_unscored
     if first < sequence.request.num_prompt_tokens:
         # The row before a token gives its score.
         num_logits = max(num_logits, end - max(start, first - 1))
     return Chunk(sequence, start, length, num_logits, sequence.num_seats if samples else 0)
+
+
+def _advance_matcher(matcher: Matcher, token_id: int) -> Stop | None:
+    """Tell a constraint what was drawn; whether the answer is whole, or the constraint broke."""
+    try:
+        if not matcher.advance(token_id):
+            return Stop(
+                None,
+                error=f"the constraint does not allow token {token_id}, which its "
+                "mask let through; the answer cannot be trusted and is ended",
+            )
+        return Stop(FinishReason.STOP) if matcher.is_complete else None
+    except Exception as error:
+        return _broken(error)
+
+
+def _broken(error: Exception) -> Stop:
+    """A constraint that fails under way ends its own answer, which does not go on without it."""
+    if not isinstance(error, GrammarError):
+        logger.error("a constraint failed", exc_info=error)
+    return Stop(None, error=f"the constraint cannot be followed any further: {error}; simplify it")
+
+
+def _fault(sequence: Sequence, token: SampledToken) -> str:
+    """Why there was no token to draw."""
+    if token.fault is not None:
+        return token.fault
+    if sequence.matcher is not None:
+        return (
+            "no token is left that both the constraint and the other options allow; leave out "
+            "banned_token_ids, allowed_token_ids and logit_bias, or loosen the constraint"
+        )
+    return (
+        "the model gave no finite logits for this request; its numbers left the range of "
+        "the dtype, or the checkpoint is broken: try float32, or check the weights"
+    )

@@ -357,10 +357,9 @@ class NativeAnswer:
                 return None
             case FinishReason.STOP:
                 matched = answer.stop_reason
-                return {
-                    "type": "stop",
-                    "matched": self.token_ids[-1] if matched is None else matched,
-                }
+                if answer.ended_by_token and matched is None:
+                    matched = self.token_ids[-1]
+                return {"type": "stop", "matched": matched}
             case FinishReason.LENGTH:
                 return {"type": "length", "length": len(self.token_ids)}
             case FinishReason.ABORT:

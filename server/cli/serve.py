@@ -97,6 +97,9 @@ def serve(
     mode: Annotated[BatchingMode, typer.Option(help="How requests join a batch.")] = (
         BatchingMode.CONTINUOUS
     ),
+    jump_forward: Annotated[
+        bool, typer.Option(help="Skip tokens that a constraint leaves no choice of.")
+    ] = True,
     check_invariants: Annotated[
         bool, typer.Option(hidden=True, help="Check all structures after every step. Slow.")
     ] = False,

@@ -27,6 +27,7 @@ from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.request import ChunkResult, SampledToken
 from sapwood.runtime.sampler import SamplingRow, sample
 from sapwood.runtime.step_plan import StepPlan
+from sapwood.runtime.token_masks import TokenMasks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -389,11 +390,13 @@ def test_a_request_without_finite_logits_fails_alone(
     engine.flush_cache()
     num_quarantines = engine.stats().num_quarantines
 
-    def poisoned(logits: torch.Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+    def poisoned(
+        logits: torch.Tensor, rows: list[SamplingRow], masks: TokenMasks
+    ) -> list[SampledToken]:
         for index, row in enumerate(rows):
             if row.params.top_k == 7 and row.position > 8:
                 logits[index, 3] = torch.nan
-        return sample(logits, rows)
+        return sample(logits, rows, masks)
 
     monkeypatch.setattr("sapwood.runtime.model_runner.sample", poisoned)
     results: dict[str, object] = {}

@@ -159,6 +159,7 @@ class FakeEngine:
                 logprobs=logprobs if sampling.logprobs else None,
                 finish_reason=answers[-1].finish_reason,
                 stop_reason=answers[-1].stop_reason,
+                ended_by_token=answers[-1].ended_by_token,
             )
             wholes.append(whole)
         return replace(pieces[0], outputs=tuple(wholes), metrics=pieces[-1].metrics)
@@ -191,7 +192,7 @@ class FakeEngine:
                 piece = CompletionOutput(
                     index=index, text=text, token_ids=token_ids,
                     logprobs=_logprobs(token_ids, sampling), finish_reason=reason,
-                    stop_reason=matched,
+                    stop_reason=matched, ended_by_token=token == END,
                 )  # fmt: skip
                 times = RequestMetrics(
                     arrival_time=arrival, first_scheduled_time=arrival, first_token_time=first,
