@@ -13,6 +13,7 @@ import numpy as np
 
 from sapwood.radix import PrefixCache
 from sapwood.runtime.config import SchedulerOptions
+from sapwood.runtime.constraints.interface import Matcher
 from sapwood.runtime.core import EngineCore
 from sapwood.runtime.outputs import FinishReason, TokenLogprobs
 from sapwood.runtime.policy import load_policy
@@ -197,6 +198,7 @@ class Harness:
         *,
         request_id: str | None = None,
         namespace: tuple = (),
+        matcher: Matcher | None = None,
         **sampling: object,
     ) -> str:
         request_id = request_id or f"r{self._num_added}"
@@ -212,6 +214,7 @@ class Harness:
             eos_token_ids=(EOS,),
             arrival_time=float(self.num_steps),
             namespace=namespace,
+            matcher=matcher,
         )
         self.core.add(request)
         self.answers[request_id] = []
