@@ -25,6 +25,41 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 10_000
 MAX_GRAMMAR_BYTES = 64 * 1024
+_UNSATISFIABLE = "no answer satisfies this constraint; make it less strict"
+# What llguidance's messages have in them, the keyword, and what is said instead.
+_KNOWN_ERRORS = (
+    ("Unsatisfiable schema", None, _UNSATISFIABLE),
+    ("NoExtension", None, _UNSATISFIABLE),
+    (
+        "not supported yet; Start in regex",
+        "pattern",
+        "a regular expression has ^ after its beginning; leave it out",
+    ),
+    (
+        "not supported yet; End in regex",
+        "pattern",
+        "a regular expression has $ before its end; leave it out",
+    ),
+    (
+        "patternProperty regexes",
+        "patternProperties",
+        "'patternProperties': two of the patterns may match the same name; make them exclusive",
+    ),
+    (
+        "circular references with sibling keys",
+        "$ref",
+        "'$ref': a schema that refers to itself has keywords beside the $ref; move them into the "
+        "schema that is referred to",
+    ),
+    (
+        "min/maxProperties only supported",
+        "maxProperties",
+        "'minProperties' and 'maxProperties' can be enforced only where all properties that are "
+        "listed are required; leave them out",
+    ),
+    ("schema too large", None, "the schema is too large where it is multiplied out; simplify it"),
+    ("stack level exceeded", None, "the schema's combinations are nested too deeply; simplify it"),
+)
 _JSON_KINDS = frozenset({ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG})
 
 
@@ -81,7 +116,7 @@ class LlguidanceBackend:
         matcher.compute_ff_tokens()
         _raise_error_of(matcher)
         if not words.any():
-            raise GrammarError("no answer satisfies this constraint; make it less strict")
+            raise GrammarError(_UNSATISFIABLE)
         return matcher
 
     def _grammar_of(self, spec: ConstraintSpec) -> tuple[str, list[int]]:
@@ -381,8 +416,12 @@ def _raise_error_of(matcher: "LLMatcher") -> None:
 
 
 def _error_of(message: str) -> GrammarError:
+    """What llguidance says, in our words where it is known."""
+    for known, keyword, text in _KNOWN_ERRORS:
+        if known in message:
+            return GrammarError(text, keyword=keyword)
     first_line = message.strip().splitlines()[0] if message.strip() else "no reason given"
-    return GrammarError(f"the constraint cannot be enforced: {first_line}")
+    return GrammarError(f"the constraint cannot be enforced: {first_line[:300]}")
 
 
 def _mask_of_ordinary_tokens(vocabulary: Vocabulary) -> TokenMask:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from sapwood.runtime.constraints import regex_text
+from sapwood.runtime.constraints import json_formats, regex_text
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_places import Draft, Place
 
@@ -20,9 +20,6 @@ MAX_DECIMALS = 20
 MAX_COEFFICIENT = 2**32 - 1
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-)
 _NUMBER = frozenset({"integer", "number"})
 # How a keyword that is refused could be replaced.
 _WAYS_OUT: Mapping[str, str] = MappingProxyType(
@@ -113,7 +110,9 @@ def read_node(node: Node) -> Any:
     if "object" in types:
         plain |= _object_keywords(node)
     before, after = _in_place(node)
-    members = [*before, *([plain] if plain else []), *after]
+    members = [*before, plain, *after]
+    if "string" in types:
+        members.append(_format(node))
     members += _complements(node, types)
     return _all_of(members)
 
@@ -389,10 +388,18 @@ def _string_keywords(node: Node) -> dict[str, Any]:
         found["maxLength"] = high
     if node.has("pattern"):
         found["pattern"] = _pattern(node, "pattern", node.get("pattern"))
-    name = node.get("format")
-    if isinstance(name, str) and name in FORMATS:  # what others mean is for people (an annotation)
-        found["format"] = name
     return found
+
+
+def _format(node: Node) -> dict[str, Any]:
+    """Formats that are not known here say something to people only (they are annotations)."""
+    name = node.get("format")
+    if not isinstance(name, str):
+        return {}
+    if name in json_formats.PATTERNS:
+        size = {"maxLength": json_formats.MAX_HOSTNAME} if name == "hostname" else {}
+        return {"pattern": json_formats.PATTERNS[name], **size}
+    return {"format": name} if name in json_formats.OTHERS else {}
 
 
 def _pattern(node: Node, keyword: str, pattern: Any) -> str:
