@@ -1,0 +1,445 @@
+"""Constraints enforced by llguidance: an Earley parser over derivatives of regular expressions.
+
+Its masks are exact, cost microseconds, and where text is forced have one token only, so that
+appending forced tokens changes no answer. It computes lazily: what a grammar costs shows at its
+masks, so that both compiling and each mask have limits of work here.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sapwood.runtime.constraints import lark_text, regex_text
+from sapwood.runtime.constraints.interface import Encode, GrammarError, TokenMask, Vocabulary
+from sapwood.runtime.constraints.json_schema import json_grammar, parsed_json
+from sapwood.runtime.constraints.number_limit import NumberLimit, NumberTokens
+from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 10_000
+MAX_GRAMMAR_BYTES = 64 * 1024
+_UNSATISFIABLE = "no answer satisfies this constraint; make it less strict"
+# What llguidance's messages have in them, the keyword, and what is said instead.
+_KNOWN_ERRORS = (
+    ("Unsatisfiable schema", None, _UNSATISFIABLE),
+    ("NoExtension", None, _UNSATISFIABLE),
+    (
+        "not supported yet; Start in regex",
+        "pattern",
+        "a regular expression has ^ after its beginning; leave it out",
+    ),
+    (
+        "not supported yet; End in regex",
+        "pattern",
+        "a regular expression has $ before its end; leave it out",
+    ),
+    (
+        "patternProperty regexes",
+        "patternProperties",
+        "'patternProperties': two of the patterns may match the same name; make them exclusive",
+    ),
+    (
+        "circular references with sibling keys",
+        "$ref",
+        "'$ref': a schema that refers to itself has keywords beside the $ref; move them into the "
+        "schema that is referred to",
+    ),
+    (
+        "min/maxProperties only supported",
+        "maxProperties",
+        "'minProperties' and 'maxProperties' can be enforced only where all properties that are "
+        "listed are required; leave them out",
+    ),
+    ("schema too large", None, "the schema is too large where it is multiplied out; simplify it"),
+    ("stack level exceeded", None, "the schema's combinations are nested too deeply; simplify it"),
+)
+_JSON_KINDS = frozenset({ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG})
+
+
+class LlguidanceBackend:
+    """Compiles constraints for one vocabulary. Thread-safe.
+
+    Making one takes about a second for 50,000 tokens: the tokens become a trie.
+    """
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = _tokenizer_of(vocabulary)
+        self._limits = _limits()
+        self._special_id_by_text = {
+            vocabulary.token_bytes[i].decode(errors="replace"): i
+            for i in vocabulary.special_token_ids
+        }
+        self._ordinary = _mask_of_ordinary_tokens(vocabulary)
+        self._numbers = NumberTokens(vocabulary)
+
+    def compile(self, spec: ConstraintSpec, *, deadline: float) -> "LlguidanceGrammar":
+        """Raises GrammarError for what is not enforced exactly, and for what is too much work.
+
+        llguidance cannot be stopped, so `deadline` is not looked at: its own limits of work end
+        what takes more than about a second.
+        """
+        if not self._vocabulary.eos_token_ids:
+            raise GrammarError(
+                "this model names no end token, so that a constrained answer could not end; add "
+                "eos_token_id to its generation_config.json"
+            )
+        grammar, special_ids = self._grammar_of(spec)
+        numbers = self._numbers if spec.kind in _JSON_KINDS else None
+        allowed = self._ordinary.copy()
+        _set_bits(allowed, special_ids)
+        return LlguidanceGrammar(
+            self._warm_matcher(grammar), allowed, self._vocabulary, numbers, num_chars=len(grammar)
+        )
+
+    def close(self) -> None:
+        """Nothing runs for it."""
+
+    def _warm_matcher(self, grammar: str) -> "LLMatcher":
+        """With its first mask and forced tokens computed: much of the work is done only then, and
+        some errors are found only then."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        _raise_error_of(matcher)
+        words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        _raise_error_of(matcher)
+        matcher.compute_ff_tokens()
+        _raise_error_of(matcher)
+        if not words.any():
+            raise GrammarError(_UNSATISFIABLE)
+        return matcher
+
+    def _grammar_of(self, spec: ConstraintSpec) -> tuple[str, list[int]]:
+        """In llguidance's notation, and the special tokens that it names."""
+        from llguidance import LLMatcher
+
+        match spec.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                schema = json_grammar(parsed_json(spec.text), spec)
+                return LLMatcher.grammar_from_json_schema(schema), []
+            case ConstraintKind.REGEX:
+                _check_size(spec.text, "regular expression")
+                pattern = regex_text.python_to_rust(spec.text)
+                return LLMatcher.grammar_from_regex(pattern), []
+            case ConstraintKind.CHOICE:
+                return LLMatcher.grammar_from_lark(_choice_grammar(spec.text)), []
+            case ConstraintKind.LARK:
+                _check_size(spec.text, "grammar")
+                text = lark_text.with_json_rewritten(
+                    spec.text, lambda schema: json_grammar(schema, spec)
+                )
+                return self._lark_grammar(text)
+            case ConstraintKind.EBNF:
+                _check_size(spec.text, "grammar")
+                return self._lark_grammar(lark_text.from_gbnf(spec.text))
+            case ConstraintKind.STRUCTURAL_TAG:
+                return self._lark_grammar(self._structural_tag(spec))
+
+    def _structural_tag(self, spec: ConstraintSpec) -> str:
+        from sapwood.runtime.constraints import structural_tag
+
+        document = parsed_json(spec.text)
+        if not isinstance(document, Mapping):
+            raise GrammarError("a structural tag is a JSON object with a type and a format")
+        return structural_tag.to_lark(
+            document,
+            special_token_id=self._special_id_by_text.get,
+            json_schema=lambda schema: json_grammar(schema, spec),
+        )
+
+    def _lark_grammar(self, text: str) -> tuple[str, list[int]]:
+        from llguidance import LLMatcher
+
+        names = lark_text.special_tokens_in(text)
+        special = set(self._vocabulary.special_token_ids)
+        ids = {self._special_id_by_text[name] for name in names.texts if self._is_special(name)}
+        ids |= {i for first, last in names.ranges for i in special if first <= i <= last}
+        for token_id in ids.intersection(self._vocabulary.eos_token_ids):
+            text_of = self._vocabulary.token_bytes[token_id].decode(errors="replace")
+            raise GrammarError(
+                f"the grammar names {text_of}, which ends an answer; leave it out: an answer may "
+                "end wherever the grammar is complete"
+            )
+        return LLMatcher.grammar_from_lark(text), sorted(ids)
+
+    def _is_special(self, text: str) -> bool:
+        return text in self._special_id_by_text
+
+
+class LlguidanceGrammar:
+    """A warm matcher, of which each answer gets a copy. Thread-safe."""
+
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        allowed: TokenMask,
+        vocabulary: Vocabulary,
+        numbers: NumberTokens | None,
+        *,
+        num_chars: int,
+    ) -> None:
+        self._matcher = matcher
+        self._allowed = allowed
+        self._vocabulary = vocabulary
+        self._numbers = numbers
+        self._num_chars = num_chars
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate: llguidance does not tell. Most of a small one are the lexer's states."""
+        return 100_000 + 50 * self._num_chars + self._allowed.nbytes
+
+    def matcher(self) -> "LlguidanceMatcher":
+        limit = NumberLimit(self._numbers) if self._numbers is not None else None
+        return LlguidanceMatcher(
+            self._matcher.deep_copy(), self._allowed, self._vocabulary.eos_token_ids, limit
+        )
+
+
+class LlguidanceMatcher:
+    """One answer's parser. The end token, of which llguidance keeps no count, is counted here."""
+
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        allowed: TokenMask,
+        eos_token_ids: tuple[int, ...],
+        number_limit: NumberLimit | None,
+    ) -> None:
+        self._matcher = matcher
+        self._allowed = allowed
+        self._eos_token_ids = eos_token_ids
+        self._number_limit = number_limit
+        self._num_ends = 0
+
+    @property
+    def is_complete(self) -> bool:
+        if self._matcher.is_stopped():
+            _raise_error_of(self._matcher)
+            return True
+        return self._num_ends > 0
+
+    @property
+    def is_accepting(self) -> bool:
+        accepting = self._matcher.is_accepting()
+        if not accepting:
+            _raise_error_of(self._matcher)
+        return accepting
+
+    def fill_mask(self, mask: TokenMask) -> bool:
+        """See Matcher. Microseconds for most states; at most what the limits of work allow."""
+        if self._num_ends:
+            mask[:] = 0
+            _set_bits(mask, self._eos_token_ids)
+            return True
+        matcher = self._matcher
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            _raise_error_of(matcher)
+        np.bitwise_and(mask, self._allowed, out=mask)
+        if self._number_limit is not None:
+            self._number_limit.narrow(mask)
+        return True
+
+    def advance(self, token_id: int) -> bool:
+        if token_id in self._eos_token_ids:
+            accepted = self.is_accepting
+            self._num_ends += accepted
+            return accepted
+        if self._num_ends or not self._allows(token_id):
+            return False
+        matcher = self._matcher
+        if matcher.try_consume_tokens([token_id]) == 0:
+            if matcher.is_error():
+                _raise_error_of(matcher)
+            return False
+        if self._number_limit is not None:
+            self._number_limit.push(token_id)
+        return True
+
+    def forced_tokens(self) -> Sequence[int]:
+        if self._num_ends:
+            return ()
+        forced = self._matcher.compute_ff_tokens()
+        if not forced:
+            _raise_error_of(self._matcher)
+        for i, token_id in enumerate(forced):
+            if token_id in self._eos_token_ids or not _has_bit(self._allowed, token_id):
+                return forced[:i]
+        return forced
+
+    def rollback(self, num_tokens: int) -> None:
+        num_ends = min(self._num_ends, num_tokens)
+        self._num_ends -= num_ends
+        num_tokens -= num_ends
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+            _raise_error_of(self._matcher)
+            if self._number_limit is not None:
+                self._number_limit.pop(num_tokens)
+
+    def copy(self) -> "LlguidanceMatcher":
+        limit = self._number_limit.copy() if self._number_limit is not None else None
+        other = LlguidanceMatcher(
+            self._matcher.deep_copy(), self._allowed, self._eos_token_ids, limit
+        )
+        other._num_ends = self._num_ends
+        return other
+
+    def verdict(self, text: bytes) -> str | None:
+        """None: the masks enforce all of a constraint."""
+        return None
+
+    def _allows(self, token_id: int) -> bool:
+        """What llguidance does not know of: special tokens, and the limit of numbers."""
+        if not 0 <= token_id < 32 * len(self._allowed) or not _has_bit(self._allowed, token_id):
+            return False
+        if self._number_limit is None or not self._number_limit.is_reached:
+            return True
+        mask = np.empty_like(self._allowed)
+        self.fill_mask(mask)
+        return _has_bit(mask, token_id)
+
+
+class _TokenizerObject:
+    """What llguidance's TokenizerWrapper asks for. Its call must not raise: Rust is above it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        padding = (b"",) * (vocabulary.logits_size - len(vocabulary.token_bytes))
+        self.tokens = list(vocabulary.token_bytes + padding)
+        self.special_token_ids = list(vocabulary.special_token_ids)
+        self.eos_token_id = next(iter(vocabulary.eos_token_ids), 0)
+        self.bos_token_id = None
+        self._encode = vocabulary.encode
+        self._id_by_bytes = {
+            token: i for i, token in enumerate(vocabulary.token_bytes) if token
+        } | {vocabulary.token_bytes[i]: -1 for i in vocabulary.special_token_ids}
+        self._max_token_len = max(map(len, vocabulary.token_bytes), default=1)
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids whose bytes are the text's, as the tokenizer has them where it can.
+
+        Tokenizers that put a space in front of a text are asked with a line feed before it.
+        """
+        wanted = text.encode(errors="replace")
+        for prefix in ("", "\n"):
+            token_ids = self._encoded_after(prefix, text)
+            if b"".join(self.tokens[i] for i in token_ids) == wanted:
+                return token_ids
+        return self._greedy(wanted)
+
+    def _encoded_after(self, prefix: str, text: str) -> list[int]:
+        try:
+            token_ids = [int(i) for i in self._encode(prefix + text)]
+        except Exception:  # whatever it is, the greedy way is left
+            logger.debug("a forced text cannot be encoded", exc_info=True)
+            return []
+        for count in range(len(token_ids) + 1):
+            if b"".join(self.tokens[i] for i in token_ids[:count]).strip(b" ") == prefix.encode():
+                return token_ids[count:]
+        return []
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest token at each place. A byte that no token has is left out."""
+        token_ids, at = [], 0
+        while at < len(text):
+            for size in range(min(self._max_token_len, len(text) - at), 0, -1):
+                token_id = self._id_by_bytes.get(text[at : at + size], -1)
+                if token_id >= 0:
+                    token_ids.append(token_id)
+                    break
+            at += max(size, 1)
+        return token_ids
+
+
+def _tokenizer_of(vocabulary: Vocabulary) -> "LLTokenizer":
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(
+        TokenizerWrapper(_TokenizerObject(vocabulary)),
+        eos_token=list(vocabulary.eos_token_ids) or None,
+        slices=LLTokenizer.json_slices(),
+    )
+
+
+def _limits() -> "LLParserLimits":
+    """Fuel is spent at 50,000 units per millisecond when compiling, 14,000 in a mask."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+def _choice_grammar(text: str) -> str:
+    """One terminal, so that the choices are one automaton."""
+    choices = parsed_json(text)
+    if not isinstance(choices, list) or not choices:
+        raise GrammarError("a choice needs a list with at least one string")
+    if not all(isinstance(choice, str) for choice in choices):
+        raise GrammarError("choices are strings; write other values as the text of the answer")
+    if len(choices) > MAX_CHOICES:
+        raise GrammarError(
+            f"{len(choices)} choices, at most {MAX_CHOICES} are taken; use a regular expression"
+        )
+    options = " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices))
+    return f"start: CHOICE\nCHOICE: {options}"
+
+
+def _check_size(text: str, what: str) -> None:
+    num_bytes = len(text.encode(errors="replace"))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise GrammarError(
+            f"the {what} has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken; shorten it"
+        )
+
+
+def _raise_error_of(matcher: "LLMatcher") -> None:
+    """Where the matcher is in the error state, which it never leaves."""
+    if matcher.is_error():
+        raise _error_of(matcher.get_error())
+
+
+def _error_of(message: str) -> GrammarError:
+    """What llguidance says, in our words where it is known."""
+    for known, keyword, text in _KNOWN_ERRORS:
+        if known in message:
+            return GrammarError(text, keyword=keyword)
+    first_line = message.strip().splitlines()[0] if message.strip() else "no reason given"
+    return GrammarError(f"the constraint cannot be enforced: {first_line[:300]}")
+
+
+def _mask_of_ordinary_tokens(vocabulary: Vocabulary) -> TokenMask:
+    """All tokens but special ones; end tokens are in it."""
+    special = set(vocabulary.special_token_ids) - set(vocabulary.eos_token_ids)
+    bits = np.zeros(32 * vocabulary.mask_size, np.uint8)
+    bits[: len(vocabulary.token_bytes)] = 1
+    bits[list(special)] = 0
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _set_bits(mask: TokenMask, token_ids: Sequence[int]) -> None:
+    words: Any = mask.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def _has_bit(mask: TokenMask, token_id: int) -> bool:
+    return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)
+
+

@@ -1,0 +1,269 @@
+"""Checks of a schema as a whole, once it is written anew (`schema_reader`).
+
+What refers to itself without end, what no finite answer satisfies, `oneOf` that can be said as
+`anyOf`, and how large the grammar gets: none of it can be seen at one keyword.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.schema_disjoint import Disjointness
+from sapwood.runtime.constraints.schema_keywords import children
+
+MAX_ALTERNATIVES = 5_000  # of one place, after all combinations are multiplied out
+MAX_EXPANDED = 50_000  # schemas in all
+_DEFINITIONS = "#/$defs/"
+_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+
+def name_of(reference: str) -> str:
+    return reference.removeprefix(_DEFINITIONS)
+
+
+def settled(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The schema without `oneOf` and without what has no finite answer. Raises GrammarError.
+
+    O(size), but for `oneOf`: there, each pair of options is compared.
+    """
+    _refuse_loops(definitions)
+    productive = _productive(definitions)
+    if not _has_answer(root, productive):
+        raise GrammarError("no answer satisfies this schema; make it less strict")
+    disjointness = Disjointness(definitions)
+    root = _settled(root, productive, disjointness)
+    kept = {k: _settled(v, productive, disjointness) for k, v in definitions.items()}
+    kept = {k: v for k, v in kept.items() if k in productive}
+    _Expansion(kept).check(root)
+    return root, kept
+
+
+def in_place(schema: Any) -> Iterator[Any]:
+    """The schemas that hold for the same value."""
+    if isinstance(schema, dict):
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            yield from schema.get(keyword, ())
+
+
+def _refuse_loops(definitions: Mapping[str, Any]) -> None:
+    """References that lead back to themselves for the same value."""
+    edges = {name: set(_references_in_place(schema)) for name, schema in definitions.items()}
+    done: set[str] = set()
+    for start in edges:
+        path = [start]
+        open_edges = [iter(edges[start])]
+        while open_edges:
+            following = next(open_edges[-1], None)
+            if following is None:
+                open_edges.pop()
+                done.add(path.pop())
+            elif following in path:
+                raise GrammarError(
+                    "'$ref': a schema refers to itself for the same value, which never ends; "
+                    "refer to it from a property or an item",
+                    keyword="$ref",
+                )
+            elif following not in done:
+                path.append(following)
+                open_edges.append(iter(edges[following]))
+
+
+def _references_in_place(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict) and "$ref" in schema:
+        yield name_of(schema["$ref"])
+    for member in in_place(schema):
+        yield from _references_in_place(member)
+
+
+def _productive(definitions: Mapping[str, Any]) -> frozenset[str]:
+    """The definitions that a finite answer satisfies, as far as references decide it."""
+    found: frozenset[str] = frozenset()
+    while True:
+        more = {name for name, s in definitions.items() if _has_answer(s, found)}
+        if more == found:
+            return found
+        found = frozenset(more)
+
+
+def _has_answer(schema: Any, productive: frozenset[str]) -> bool:
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and name_of(schema["$ref"]) not in productive:
+        return False
+    if not all(_has_answer(member, productive) for member in schema.get("allOf", ())):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        options = schema.get(keyword)
+        if options is not None and not any(_has_answer(o, productive) for o in options):
+            return False
+    types = set(schema.get("type", _TYPES))
+    return (
+        bool(types - {"object", "array"})
+        or ("object" in types and _has_object(schema, productive))
+        or ("array" in types and _has_array(schema, productive))
+    )
+
+
+def _has_object(schema: Mapping[str, Any], productive: frozenset[str]) -> bool:
+    properties = schema.get("properties", {})
+    rest = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
+    return all(
+        _has_answer(properties.get(name, rest), productive) for name in schema.get("required", ())
+    )
+
+
+def _has_array(schema: Mapping[str, Any], productive: frozenset[str]) -> bool:
+    prefix, low = schema.get("prefixItems", []), schema.get("minItems", 0)
+    needed = list(prefix[:low])
+    if low > len(prefix):
+        needed.append(schema.get("items", True))
+    return all(_has_answer(item, productive) for item in needed)
+
+
+def _settled(schema: Any, productive: frozenset[str], disjointness: Disjointness) -> Any:
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and name_of(schema["$ref"]) not in productive:
+        return False
+    if "oneOf" in schema:
+        disjointness.check(schema["oneOf"], schema["$at"])
+        schema = {
+            {"oneOf": "anyOf"}.get(k, k): v for k, v in _free_any_of(schema).items() if k != "$at"
+        }
+
+    def below(child: Any) -> Any:
+        return _settled(child, productive, disjointness)
+
+    result: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in ("allOf", "anyOf", "prefixItems"):
+            result[keyword] = [below(child) for child in value]
+        elif keyword in ("properties", "patternProperties"):
+            result[keyword] = {name: below(child) for name, child in value.items()}
+        elif keyword in ("items", "additionalProperties"):
+            result[keyword] = below(value)
+        else:
+            result[keyword] = value
+    return result
+
+
+def _free_any_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With its `anyOf` under `allOf`, so that another may take its name."""
+    if "anyOf" not in schema:
+        return schema
+    moved = {"anyOf": schema["anyOf"]}
+    rest = {k: v for k, v in schema.items() if k not in ("anyOf", "allOf")}
+    return {**rest, "allOf": [*schema.get("allOf", ()), moved]}
+
+
+class _Expansion:
+    """How large a schema gets when its combinations are multiplied out, which llguidance does.
+
+    The number of alternatives is kept for each type: those of different types drop out.
+    """
+
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+        self._alternatives: dict[str, Counter[str]] = {}  # by definition
+        self._sizes: dict[str, int] = {}
+
+    def check(self, root: Any) -> None:
+        """Raises GrammarError where it gets too large."""
+        total = sum(self._size(schema) for schema in (root, *self._definitions.values()))
+        if total > MAX_EXPANDED:
+            raise GrammarError(
+                f"the schema becomes {total} schemas where it is multiplied out, at most "
+                f"{MAX_EXPANDED} are taken; use fewer alternatives (anyOf, oneOf) in what is "
+                "combined (allOf, or keywords side by side)",
+                keyword="anyOf",
+            )
+
+    def _size(self, schema: Any) -> int:
+        """Schemas in it, once multiplied out. At most a little above the limit."""
+        if isinstance(schema, bool):
+            return 1
+        own = 1 + sum(self._size(child) for child in children(schema)) + _num_values(schema)
+        members = self._members(schema)
+        if len(members) < 2:
+            return min(own, MAX_EXPANDED + 1)
+        num_each = [self._alternatives_of(member).total() for member in members]
+        own += sum(self._referred_size(member) for member in members)
+        product = math.prod(num_each) // max(min(num_each), 1)
+        joined = self._alternatives_of(schema).total()
+        if joined > MAX_ALTERNATIVES:
+            raise GrammarError(
+                f"a place in the schema has {joined} alternatives where its combinations are "
+                f"multiplied out, at most {MAX_ALTERNATIVES} are taken; use fewer in anyOf, oneOf "
+                "or enum that are combined",
+                keyword="anyOf",
+            )
+        return min(own * max(1, min(product, joined)), MAX_EXPANDED + 1)
+
+    def _members(self, schema: Mapping[str, Any]) -> list[Any]:
+        """What is intersected: each combining keyword, and the others together."""
+        plain = {k: v for k, v in schema.items() if k not in _IN_PLACE}
+        members: list[Any] = [plain] if plain else []
+        members += ({k: schema[k]} for k in ("$ref", "anyOf", "enum") if k in schema)
+        return members + list(schema.get("allOf", ()))
+
+    def _referred_size(self, member: Any) -> int:
+        """A reference that is combined is copied."""
+        if not isinstance(member, dict) or "$ref" not in member:
+            return 0
+        name = name_of(member["$ref"])
+        if name not in self._sizes:
+            self._sizes[name] = 0  # for what is recursive
+            self._sizes[name] = self._size(self._definitions.get(name, True))
+        return self._sizes[name]
+
+    def _alternatives_of(self, schema: Any) -> Counter[str]:
+        if isinstance(schema, bool):
+            return Counter(_TYPES)
+        found = Counter(_TYPES)
+        if "type" in schema:
+            found = Counter("number" if t == "integer" else t for t in schema["type"])
+        if "$ref" in schema:
+            found = _product(found, self._of_definition(name_of(schema["$ref"])))
+        if "enum" in schema:
+            found = _product(found, Counter(map(_type_of, schema["enum"])))
+        if "anyOf" in schema:
+            options = (self._alternatives_of(option) for option in schema["anyOf"])
+            found = _product(found, sum(options, Counter()))
+        for member in schema.get("allOf", ()):
+            found = _product(found, self._alternatives_of(member))
+        return found
+
+    def _of_definition(self, name: str) -> Counter[str]:
+        if name not in self._alternatives:
+            self._alternatives[name] = Counter(_TYPES)
+            self._alternatives[name] = self._alternatives_of(self._definitions.get(name, True))
+        return self._alternatives[name]
+
+
+_IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "enum", "const"})
+
+
+def _num_values(schema: Mapping[str, Any]) -> int:
+    return len(schema.get("enum", ()))
+
+
+def _product(left: Counter[str], right: Counter[str]) -> Counter[str]:
+    return Counter({t: min(left[t] * right[t], 10**9) for t in left.keys() & right.keys()})
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
