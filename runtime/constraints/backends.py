@@ -44,8 +44,8 @@ class Backends:
     def get(self, name: str) -> ConstraintBackend:
         """The backend, made now if it was not before; that takes from 0.1 s to seconds.
 
-        Raises RequestError for a name that is not registered and for one whose package is not
-        installed, EngineClosedError after `close`.
+        Raises RequestError for a name that is not registered, EngineClosedError after `close`, and
+        whatever making it raises.
         """
         if (unknown := self.unknown(name)) is not None:
             raise unknown
@@ -73,16 +73,9 @@ class Backends:
 
     def _make(self, name: str) -> ConstraintBackend:
         module, attribute = self._names[name].split(":")
-        vocabulary = self._the_vocabulary()
-        try:
-            backend: ConstraintBackend = getattr(import_module(module), attribute)(vocabulary)
-        except ImportError as error:
-            raise RequestError(
-                f"the constraint backend {name!r} cannot be used here ({error}); install its "
-                "package beside the engine, or choose another backend",
-                param="constraint",
-                code="constraint_backend_not_installed",
-            ) from error
+        backend: ConstraintBackend = getattr(import_module(module), attribute)(
+            self._the_vocabulary()
+        )
         return backend
 
     def _the_vocabulary(self) -> Vocabulary:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from sapwood.runtime.config import ConstraintOptions
@@ -32,7 +32,7 @@ from sapwood.runtime.errors import (
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-MAX_WAITING = 1000  # constraints in line
+MAX_WAITING = 4096  # constraints in line, before a call is told to come back
 MAX_GRAMMARS = 1000
 MAX_REFUSALS = 1000
 MAX_REFUSAL_BYTES = 2**24
@@ -172,22 +172,19 @@ class ConstraintCompiler:
         They are compiled side by side, and it is done at once where all of them are kept. Fails
         with the first that fails: RequestError for a constraint that is wrong, too much work or
         for a backend that is not there, EngineError where a backend fails, EngineBusyError where
-        too many wait, EngineClosedError. Cancel it to wait no more.
+        too many of other calls wait, EngineClosedError. Cancel it to wait no more.
         """
-        return all_of([_done(None) if spec is None else self._matcher(spec) for spec in specs])
+        with self._lock:
+            has_room = len(self._line) < self._max_waiting
+        return all_of(
+            [_done(None) if spec is None else self._matcher(spec, has_room) for spec in specs]
+        )
 
     def stats(self) -> CompilerStats:
         """O(1)."""
         with self._lock:
-            counters = self._counters
             return CompilerStats(
-                num_hits=counters.num_hits,
-                num_refusals=counters.num_refusals,
-                num_failures=counters.num_failures,
-                num_turned_away=counters.num_turned_away,
-                num_compiles=counters.num_compiles,
-                num_overruns=counters.num_overruns,
-                compile_seconds=counters.compile_seconds,
+                **asdict(self._counters),
                 num_waiting=len(self._line),
                 num_grammars=len(self._grammars),
                 grammar_bytes=self._grammars.num_bytes,
@@ -213,7 +210,7 @@ class ConstraintCompiler:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def _matcher(self, spec: ConstraintSpec) -> MatcherFuture:
+    def _matcher(self, spec: ConstraintSpec, has_room: bool) -> MatcherFuture:
         if spec.backend is None:
             spec = replace(spec, backend=self._default_backend)
         elif (unknown := self._backends.unknown(spec.backend)) is not None:
@@ -223,13 +220,13 @@ class ConstraintCompiler:
                 return _failed(_closed())
             grammar = self._grammars.get(spec)
             if grammar is None:
-                return self._wait_for(spec)
+                return self._wait_for(spec, has_room)
             self._counters.num_hits += 1
         future: MatcherFuture = Future()
         self._give(future, grammar, spec)
         return future
 
-    def _wait_for(self, spec: ConstraintSpec) -> MatcherFuture:
+    def _wait_for(self, spec: ConstraintSpec, has_room: bool) -> MatcherFuture:
         """Wait for a constraint that is not kept, unless waiting is in vain. Under the lock."""
         job = self._jobs.get(spec)
         failure = self._remembered(spec) if job is None else job.overrun
@@ -237,7 +234,7 @@ class ConstraintCompiler:
             self._counters.num_refusals += 1
             return _failed(failure.error())
         if job is None:
-            if len(self._line) >= self._max_waiting:
+            if not has_room:
                 self._counters.num_turned_away += 1
                 return _failed(_too_many(self._max_waiting))
             job = self._jobs[spec] = _Job(spec)
@@ -373,6 +370,13 @@ def _failure_of(error: BaseException, backend: str) -> _Failure:
             return _Failure(str(error), code=error.code or "invalid_grammar")
         case EngineClosedError():
             return _Failure(str(error))
+        case ModuleNotFoundError(name=str(name)) if not name.startswith("sapwood"):
+            return _Failure(
+                f"the constraint backend {backend!r} needs the package {name}, which is not "
+                f"installed; install it (pip install {name.partition('.')[0]}), or choose another "
+                "backend",
+                code="constraint_backend_not_installed",
+            )
     logger.error("the constraint backend %s failed", backend, exc_info=error)
     return _Failure(
         f"the constraint backend {backend!r} failed on this constraint: {error!r}; send it again, "

@@ -283,6 +283,15 @@ def test_where_too_many_wait_one_more_is_told_to_come_back() -> None:
     bench.compiler.close()
 
 
+def test_a_call_of_many_constraints_is_not_turned_away_by_itself() -> None:
+    bench = Bench(max_waiting=2)
+    bench.occupy()
+    future = bench.ask_all(*[spec_of(f"{index}") for index in range(50)])
+    bench.backend.release_all()
+    assert len(future.result(PATIENCE)) == 50
+    bench.compiler.close()
+
+
 # -- leaving ---------------------------------------------------------------------------------------
 
 
