@@ -11,7 +11,7 @@ from sapwood.runtime.engine_base import EngineBase, Sampling
 from sapwood.runtime.errors import EngineClosedError, EngineError
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input
-from sapwood.runtime.request import SequenceOutput
+from sapwood.runtime.request import Request, SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.turns import PrefixReport
 
@@ -71,6 +71,7 @@ class AsyncEngine(EngineBase[_Inbox]):
         EngineError if the engine fails.
         """
         requests = await asyncio.to_thread(self._requests, inputs, sampling, request_ids)
+        requests = await self._constrained(requests)
         builders = {request.request_id: self._builder(request) for request in requests}
         inbox = _Inbox()
         unfinished = set(builders)
@@ -115,7 +116,7 @@ class AsyncEngine(EngineBase[_Inbox]):
         the iterator ends what is unfinished.
         """
         requests = await asyncio.to_thread(self._requests, list(inputs), sampling, request_ids)
-        self._streamable(requests)
+        requests = await self._constrained(self._streamable(requests))
         builders = {
             request.request_id: (index, self._builder(request))
             for index, request in enumerate(requests)
@@ -153,6 +154,16 @@ class AsyncEngine(EngineBase[_Inbox]):
     async def flush_cache(self) -> None:
         """Drop every cached token that no running request holds."""
         await asyncio.wrap_future(self._core.flush_cache())
+
+    async def _constrained(self, requests: list[Request]) -> list[Request]:
+        """The requests with their matchers, once all their constraints are compiled.
+
+        No thread waits for them. Cancelling it leaves nothing behind.
+        """
+        matchers = self._matchers(requests)
+        if not matchers.done():
+            await asyncio.wrap_future(matchers)
+        return self._with_matchers(requests, matchers.result())
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, SequenceOutput | None]]] = {}

@@ -12,6 +12,9 @@ from sapwood.kernels import KERNELS, load_kernels
 from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
 from sapwood.radix import Namespace, NamespaceKind, NamespacePart, PrefixCache
 from sapwood.runtime.config import EngineConfig
+from sapwood.runtime.constraints.backends import Backends
+from sapwood.runtime.constraints.compiler import ConstraintCompiler
+from sapwood.runtime.constraints.vocabulary import vocabulary_of
 from sapwood.runtime.core import EngineCore
 from sapwood.runtime.errors import ConfigError
 from sapwood.runtime.memory import available_bytes
@@ -72,6 +75,7 @@ class EngineParts:
     core: EngineCore
     inputs: InputProcessor
     tokenizer: Tokenizer
+    compiler: ConstraintCompiler
     info: EngineInfo
     namespace: Namespace
 
@@ -166,8 +170,21 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         tokenizer, max_model_len=max_model_len, limits=limits, namespace=namespace
     )
     return EngineParts(
-        core=core, inputs=inputs, tokenizer=tokenizer, info=info, namespace=namespace
+        core=core,
+        inputs=inputs,
+        tokenizer=tokenizer,
+        compiler=_make_compiler(config, tokenizer, info.vocab_size, clock),
+        info=info,
+        namespace=namespace,
     )
+
+
+def _make_compiler(
+    config: EngineConfig, tokenizer: Tokenizer, logits_size: int, clock: Callable[[], float]
+) -> ConstraintCompiler:
+    """The vocabulary is made with the first backend, beside what the engine does meanwhile."""
+    backends = Backends(lambda: vocabulary_of(tokenizer, logits_size))
+    return ConstraintCompiler(backends, config.constraints, clock=clock)
 
 
 def _name(dtype: torch.dtype) -> str:

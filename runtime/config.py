@@ -1,4 +1,4 @@
-"""Engine options: a value in three small groups, checked once.
+"""Engine options: a value in a few small groups, checked once.
 
 `EngineConfig.from_options("smollm2", max_num_seqs=8)` sorts flat names into the groups, so that
 Python callers and the command line need not know them.
@@ -10,7 +10,10 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from sapwood.runtime.constraints import BACKENDS
 from sapwood.runtime.errors import ConfigError
+
+MAX_CONSTRAINT_DEADLINE_MS = 5000
 
 
 class BatchingMode(StrEnum):
@@ -95,12 +98,32 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintOptions:
+    """How what answers must satisfy is compiled."""
+
+    constraint_backend: str = "llguidance"  # where a request names none: of `constraints.BACKENDS`
+    constraint_deadline_ms: int = 250  # that compiling one constraint may take
+    constraint_cache_memory: int = 2**28  # bytes of compiled constraints to keep; 0: none
+
+    def __post_init__(self) -> None:
+        _one_of("constraint_backend", self.constraint_backend, tuple(BACKENDS))
+        _at_least("constraint_deadline_ms", self.constraint_deadline_ms, 1)
+        _at_least("constraint_cache_memory", self.constraint_cache_memory, 0)
+        if self.constraint_deadline_ms > MAX_CONSTRAINT_DEADLINE_MS:
+            raise ConfigError(
+                f"constraint_deadline_ms is {self.constraint_deadline_ms}; it must be at most "
+                f"{MAX_CONSTRAINT_DEADLINE_MS}: others wait in line meanwhile"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All options of one engine."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    constraints: ConstraintOptions = field(default_factory=ConstraintOptions)
 
     @classmethod
     def from_options(cls, model: str = "smollm2", **options: Any) -> "EngineConfig":
@@ -110,19 +133,25 @@ class EngineConfig:
         if unknown:
             known = ", ".join(sorted(option_groups()))
             raise ConfigError(f"unknown engine option {unknown[0]!r}; the options are: {known}")
-        picked: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}}
+        picked: dict[str, dict[str, Any]] = {group: {} for group in set(option_groups().values())}
         for name, value in values.items():
             picked[option_groups()[name]][name] = value
         return cls(
             model=ModelOptions(**picked["model"]),
             cache=CacheOptions(**picked["cache"]),
             scheduler=SchedulerOptions(**picked["scheduler"]),
+            constraints=ConstraintOptions(**picked["constraints"]),
         )
 
 
 def option_groups() -> Mapping[str, str]:
     """The group (a field of EngineConfig) by option name."""
-    groups = (("model", ModelOptions), ("cache", CacheOptions), ("scheduler", SchedulerOptions))
+    groups = (
+        ("model", ModelOptions),
+        ("cache", CacheOptions),
+        ("scheduler", SchedulerOptions),
+        ("constraints", ConstraintOptions),
+    )
     return MappingProxyType({f.name: group for group, cls in groups for f in fields(cls)})
 
 

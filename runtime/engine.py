@@ -46,7 +46,7 @@ class Engine(EngineBase[_Inbox]):
         holds for all of them, or is a list with one for each. Raises RequestError before anything
         runs, EngineError if the engine fails.
         """
-        requests = self._requests(inputs, sampling)
+        requests = self._constrained(self._requests(inputs, sampling))
         builders = {request.request_id: self._builder(request) for request in requests}
         inbox: _Inbox = SimpleQueue()
         unfinished = set(builders)
@@ -69,8 +69,16 @@ class Engine(EngineBase[_Inbox]):
 
         Leaving the loop early ends the request. Raises like `generate`.
         """
-        [request] = self._streamable(self._requests([input], sampling))
+        [request] = self._constrained(self._streamable(self._requests([input], sampling)))
         return self._pieces(request)
+
+    def _constrained(self, requests: list[Request]) -> list[Request]:
+        """The requests with their matchers, once all their constraints are compiled."""
+        matchers = self._matchers(requests)
+        try:
+            return self._with_matchers(requests, matchers.result())
+        finally:
+            matchers.cancel()  # where the caller was interrupted
 
     def _pieces(self, request: Request) -> Generator[RequestOutput, None, None]:
         builder = self._builder(request)

@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,6 +14,8 @@ from sapwood.runtime.answers import AnswerBuilder
 from sapwood.runtime.build import EngineInfo, build_engine
 from sapwood.runtime.chat import Chat
 from sapwood.runtime.config import EngineConfig
+from sapwood.runtime.constraints.compiler import CompilerStats
+from sapwood.runtime.constraints.interface import Matcher
 from sapwood.runtime.core import EngineStats
 from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
@@ -42,6 +46,7 @@ class EngineBase(Generic[InboxT]):
         self.info: EngineInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
         self._inputs = parts.inputs
+        self._compiler = parts.compiler
         self._inboxes: dict[str, InboxT] = {}  # by request id
         self._in_flight: dict[str, str] = {}  # request id by caller's id
         self._lock = threading.Lock()  # over the two
@@ -50,6 +55,10 @@ class EngineBase(Generic[InboxT]):
     def stats(self) -> EngineStats:
         """Counts as of the last step. O(1)."""
         return self._core.stats
+
+    def constraint_stats(self) -> CompilerStats:
+        """Counts of compiled and refused constraints. O(1)."""
+        return self._compiler.stats()
 
     def tree(self) -> list[NodeView]:
         """The radix tree between two steps, depth first. O(nodes)."""
@@ -63,6 +72,7 @@ class EngineBase(Generic[InboxT]):
     def close(self) -> None:
         """End all requests and free the model. Idempotent."""
         self._core.close()
+        self._compiler.close()
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         """Pass on what a step told; an empty list says that nothing will follow."""
@@ -96,6 +106,20 @@ class EngineBase(Generic[InboxT]):
             self._inputs.process(prompt, params, caller_id=caller_id, now=now)
             for prompt, params, caller_id in zip(prompts, sampling, ids, strict=True)
         ]
+
+    def _matchers(self, requests: Sequence[Request]) -> Future[list[Matcher | None]]:
+        """What becomes of the requests' constraints, as `ConstraintCompiler.matchers`."""
+        return self._compiler.matchers([request.sampling.constraint for request in requests])
+
+    def _with_matchers(
+        self, requests: Sequence[Request], matchers: Sequence[Matcher | None]
+    ) -> list[Request]:
+        pairs = zip(requests, matchers, strict=True)
+        return [self._with_matcher(request, matcher) for request, matcher in pairs]
+
+    def _with_matcher(self, request: Request, matcher: Matcher | None) -> Request:
+        """The request with all that its answers are held to; `matcher` is of its constraint."""
+        return request if matcher is None else replace(request, matcher=matcher)
 
     def _streamable(self, requests: list[Request]) -> list[Request]:
         """The requests. Raises RequestError for one whose answers can be told only at its end."""

@@ -9,6 +9,7 @@
     ├── RequestError                a request is wrong; carries `param` and `code`
     │   └── ContextLengthError      prompt longer than the model or the KV cache can take
     └── EngineError                 the engine could not finish a request
+        ├── EngineBusyError         too many wait already; the same request may pass later
         └── EngineClosedError       the engine was closed before the request was done
 
 Messages have the fact, the limit and the way out.
@@ -61,6 +62,10 @@ class ContextLengthError(RequestError):
 
 class EngineError(SapwoodError, RuntimeError):
     """The engine failed while it worked on a request; the request itself was sound."""
+
+
+class EngineBusyError(EngineError):
+    """Too much waits already for what the request needs. Sent again later, it may pass."""
 
 
 class EngineClosedError(EngineError):

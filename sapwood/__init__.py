@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sapwood.runtime.engine import Engine as Engine
     from sapwood.runtime.errors import ConfigError as ConfigError
     from sapwood.runtime.errors import ContextLengthError as ContextLengthError
+    from sapwood.runtime.errors import EngineBusyError as EngineBusyError
     from sapwood.runtime.errors import EngineClosedError as EngineClosedError
     from sapwood.runtime.errors import EngineError as EngineError
     from sapwood.runtime.errors import ModelAccessError as ModelAccessError
@@ -43,6 +44,7 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "ConfigError": "sapwood.runtime.errors",
         "ContextLengthError": "sapwood.runtime.errors",
         "Engine": "sapwood.runtime.engine",
+        "EngineBusyError": "sapwood.runtime.errors",
         "EngineClosedError": "sapwood.runtime.errors",
         "EngineError": "sapwood.runtime.errors",
         "FinishReason": "sapwood.runtime.outputs",

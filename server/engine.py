@@ -16,6 +16,7 @@ from sapwood.runtime.turns import PrefixReport
 
 if TYPE_CHECKING:
     from sapwood.runtime.build import EngineInfo as EngineInfo
+    from sapwood.runtime.constraints.compiler import CompilerStats as CompilerStats
     from sapwood.runtime.core import EngineStats as EngineStats
 
 Prompt = str | Sequence[int]  # text or token ids
@@ -43,6 +44,7 @@ class ServingEngine(Protocol):
     @property
     def is_alive(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    def constraint_stats(self) -> CompilerStats: ...
     async def generate(
         self,
         inputs: Sequence[Input],

@@ -20,7 +20,13 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from sapwood.runtime.errors import EngineClosedError, ModelError, RequestError, SapwoodError
+from sapwood.runtime.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    ModelError,
+    RequestError,
+    SapwoodError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +124,7 @@ def as_api_error(error: Exception, *, path: str = "") -> ApiError:
             return error
         case RequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
-        case EngineClosedError() | ModelError():
+        case EngineBusyError() | EngineClosedError() | ModelError():
             return unavailable(str(error))
         case SapwoodError():
             return ApiError(500, str(error), kind="server_error", code="engine_error")

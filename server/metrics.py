@@ -29,6 +29,7 @@ class EngineCollector(Collector):
         if engine is None:
             return
         stats, model = engine.stats(), engine.info.model_name
+        constraints = engine.constraint_stats()
         counters = {
             "prompt_tokens": ("Prompt tokens of admitted requests.", stats.prompt_tokens),
             "cached_tokens": ("Prompt tokens that were not computed.", stats.cached_tokens),
@@ -39,6 +40,13 @@ class EngineCollector(Collector):
             "num_preemptions": ("Preemptions.", stats.num_preemptions),
             "num_quarantines": ("Times the cache was dropped in doubt.", stats.num_quarantines),
             "steps": ("Forward passes.", stats.num_steps),
+            "constraint_cache_hits": ("Requests: compiled before.", constraints.num_hits),
+            "constraint_refusals": ("Requests: constraint refused.", constraints.num_refusals),
+            "constraint_failures": ("Requests: backend failed.", constraints.num_failures),
+            "constraint_turned_away": ("Requests: too many wait.", constraints.num_turned_away),
+            "constraint_compiles": ("Constraints compiled.", constraints.num_compiles),
+            "constraint_overruns": ("Constraints past their deadline.", constraints.num_overruns),
+            "constraint_compile_seconds": ("Time in compiles.", constraints.compile_seconds),
         }
         for name, (text, value) in counters.items():
             yield _labelled(CounterMetricFamily, name, text, model, value)
@@ -48,6 +56,9 @@ class EngineCollector(Collector):
             "kv_cache_usage_perc": ("KV cache in use by requests, 0 to 1.", stats.kv_usage),
             "kv_cache_tree_blocks": ("Blocks that the tree holds.", stats.num_tree_blocks),
             "kv_cache_free_blocks": ("Blocks that nobody holds.", stats.num_free_blocks),
+            "num_constraints_waiting": ("Constraints to compile.", constraints.num_waiting),
+            "constraint_cache_entries": ("Compiled constraints kept.", constraints.num_grammars),
+            "constraint_cache_bytes": ("Memory that these take.", constraints.grammar_bytes),
         }
         for name, (text, number) in gauges.items():
             yield _labelled(GaugeMetricFamily, name, text, model, number)

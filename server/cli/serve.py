@@ -33,9 +33,9 @@ class LogLevel(StrEnum):
 _UNITS = (("kib", 2**10), ("mib", 2**20), ("gib", 2**30), ("k", 2**10), ("m", 2**20), ("g", 2**30))
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Bytes in `8589934592`, `512MiB` or `8G`; the units are powers of 1024."""
-    number, factor = text.strip().lower(), 1
+    number, factor = str(text).strip().lower(), 1
     for unit, size in _UNITS:
         if number.endswith(unit):
             number, factor = number.removesuffix(unit), size
@@ -100,6 +100,18 @@ def serve(
     jump_forward: Annotated[
         bool, typer.Option(help="Skip tokens that a constraint leaves no choice of.")
     ] = True,
+    constraint_backend: Annotated[
+        str, typer.Option(help="What compiles constraints of requests that name no backend.")
+    ] = "llguidance",
+    constraint_deadline_ms: Annotated[
+        int, typer.Option(help="Time for compiling one constraint; at most 5000.")
+    ] = 250,
+    constraint_cache_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Of compiled constraints that are kept."
+        ),
+    ] = 2**28,
     check_invariants: Annotated[
         bool, typer.Option(hidden=True, help="Check all structures after every step. Slow.")
     ] = False,

@@ -6,13 +6,14 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from sapwood.runtime.chat import Chat
+from sapwood.runtime.constraints.compiler import CompilerStats
 from sapwood.runtime.errors import ContextLengthError, RequestError
 from sapwood.runtime.outputs import (
     CompletionOutput,
@@ -83,6 +84,10 @@ class FakeEngine:
             kv_usage=0.0, num_steps=1, computed_tokens=1, num_preemptions=0, num_quarantines=0,
             num_finished_by_reason=self._finished, **self._counts,
         )  # fmt: skip
+
+    def constraint_stats(self) -> CompilerStats:
+        names = [field.name for field in fields(CompilerStats)]
+        return CompilerStats(**dict.fromkeys(names, 0))
 
     async def generate(
         self,

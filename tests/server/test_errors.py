@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from sapwood.runtime.errors import EngineClosedError, EngineError
+from sapwood.runtime.errors import EngineBusyError, EngineClosedError, EngineError
 from tests.server.fakes import FakeEngine
 from tests.server.helpers import chat, error
 
@@ -133,8 +133,9 @@ async def test_a_failing_engine_is_a_500_with_its_words(connect, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_closed_engine_is_a_503_that_says_when_to_retry(connect, stream):
-    client = connect(FakeEngine(fail=EngineClosedError("closed")))
+@pytest.mark.parametrize("kind", [EngineClosedError, EngineBusyError])
+async def test_an_engine_that_cannot_now_is_a_503_that_says_when_to_retry(connect, kind, stream):
+    client = connect(FakeEngine(fail=kind("not now")))
     response = await client.post(URL, json=chat(stream=stream))
     error(response, 503)
     assert int(response.headers["retry-after"]) > 0

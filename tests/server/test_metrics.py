@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,6 +38,15 @@ async def test_each_finished_request_is_timed_once(client, stream):
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
         assert values[f"sapwood:{name}_seconds_count"] == 3
     assert values["sapwood:inter_token_latency_seconds_count"] == 1
+
+
+async def test_compiled_constraints_are_counted(client, engine, monkeypatch):
+    told = replace(engine.constraint_stats(), num_hits=3, compile_seconds=0.5, num_waiting=7)
+    monkeypatch.setattr(engine, "constraint_stats", lambda: told)
+    values = await scrape(client)
+    assert values["sapwood:constraint_cache_hits_total"] == 3
+    assert values["sapwood:constraint_compile_seconds_total"] == 0.5
+    assert values["sapwood:num_constraints_waiting"] == 7
 
 
 async def test_applications_do_not_share_their_numbers(connect):
