@@ -310,7 +310,7 @@ async def test_two_constraints_in_one_object_are_refused(client: Any) -> None:
 
 # -- what the engine says of a constraint ----------------------------------------------------------
 
-UNKNOWN = RequestError("the constraint has an unknown keyword 'x'", param="constraint")
+UNKNOWN = RequestError("the constraint has an unknown keyword 'constraints'", param="constraint")
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ async def test_the_engines_refusal_names_the_callers_field(
     client = connect(FakeEngine(fail=UNKNOWN))
     told = error(await client.post(path, json=body(path, **fields)))
     assert told["param"] == param
-    assert told["message"] == f"the {param.rpartition('.')[2]} has an unknown keyword 'x'"
+    assert told["message"] == f"the {param.rpartition('.')[2]} has an unknown keyword 'constraints'"
 
 
 async def test_of_a_batch_with_several_fields_the_options_are_named(connect: Any) -> None:
