@@ -9,13 +9,14 @@ The meaning is outlines' own, also where it surprises:
 - a string stands for itself: JSON schemas and regular expressions as text are `JsonSchema(text)`
   and `Regex(text)`.
 
-It differs in three places, where outlines' own would answer something else than was asked:
+It differs in four places, where outlines' own would answer something else than was asked:
 
 - `dict` alone is a JSON object, as outlines itself asks OpenAI for; elsewhere it means any JSON
   value, with whitespace without end.
 - alternatives that are all plain strings are compared as strings, and never become a regex.
 - alternatives that are all JSON schemas stay one; as a regex recursion is cut, and keywords get
   lost.
+- dates have the digits 0 to 9; outlines' `\\d` is any digit of Unicode, which `date` cannot read.
 """
 
 import json
@@ -104,7 +105,13 @@ def _spec_of_term(term: "Term") -> ConstraintSpec:
         return ConstraintSpec.choice(texts)
     if (schemas := _schemas(leaves)) is not None:
         return ConstraintSpec.json_schema(_any_of(schemas))
-    return ConstraintSpec.regex(to_regex(term))
+    return ConstraintSpec.regex(_with_ascii_dates(to_regex(term)))
+
+
+def _with_ascii_dates(pattern: str) -> str:
+    from outlines.types import date
+
+    return pattern.replace(date.pattern, date.pattern.replace(r"\d", "[0-9]"))
 
 
 def _whitespace_of(pattern: str | None) -> Whitespace:

@@ -206,6 +206,7 @@ def test_no_choices_at_all_are_refused() -> None:
         (Optional[Literal["a"]], ["a", "None"], ["null"]),  # noqa: UP045
         (Union[int, bool], ["3", "True"], ["x"]),  # noqa: UP007
         (int | None, ["3", "None"], [""]),
+        (list[datetime.date], ["[2024-02-29, 2024-03-01]"], ["[]"]),
         (list[int], ["[1]", "[1, 2]"], ["[]", "[1,2]"]),
         (list[Literal["a"]], ['["a"]'], ["[a]"]),
         (tuple[int, str], ['(1, "a")'], ['[1, "a"]']),
@@ -222,10 +223,19 @@ def test_other_types_are_outlines_regular_expression(
 ) -> None:
     spec = constraint_of(output_type)
     assert spec.kind is K.REGEX
-    assert spec.text == to_regex(python_types_to_terms(output_type))
+    of_outlines = to_regex(python_types_to_terms(output_type))
+    assert spec.text == of_outlines.replace(r"(\d{4})", "([0-9]{4})")
     SamplingParams(constraint=spec)
     assert all(re.fullmatch(spec.text, text) for text in taken)
     assert not any(re.fullmatch(spec.text, text) for text in refused)
+
+
+@pytest.mark.parametrize(
+    "output_type", [datetime.date, datetime.datetime, list[datetime.date], datetime.date | None]
+)
+def test_dates_have_digits_that_python_reads(output_type: Any) -> None:
+    assert r"\d" not in constraint_of(output_type).text
+    assert not re.fullmatch(constraint_of(datetime.date).text, "٢٠٢٤-02-29")
 
 
 def test_whitespace_says_nothing_of_what_is_not_json() -> None:
