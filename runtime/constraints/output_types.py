@@ -6,6 +6,9 @@ The meaning is outlines' own, also where it surprises:
   spelling, not JSON's. For JSON give a schema: `JsonSchema({"type": "boolean"})`.
 - items of `list[...]`, `tuple[...]` and `dict[...]` are parted by a comma and one space; a tuple
   has round brackets.
+- objects of a type with fields (a pydantic model, a dataclass, a function's arguments) have these
+  fields only, unless the type says otherwise; a `JsonSchema` means what JSON Schema says, where
+  objects are open.
 - a string stands for itself: JSON schemas and regular expressions as text are `JsonSchema(text)`
   and `Regex(text)`.
 
@@ -67,13 +70,13 @@ def constraint_of(
 
 
 def _spec_of_type(output_type: Any) -> ConstraintSpec:
-    from outlines.types.dsl import python_types_to_terms
+    from outlines.types.dsl import Term, python_types_to_terms
 
     if output_type is dict:
         return ConstraintSpec.json_schema({"type": "object"})
     # outlines, pydantic, jsonschema and outlines_core each refuse with errors of their own.
     try:
-        return _spec_of_term(python_types_to_terms(output_type))
+        spec = _spec_of_term(python_types_to_terms(output_type))
     except RequestError:
         raise
     except Exception as error:
@@ -82,6 +85,21 @@ def _spec_of_type(output_type: Any) -> ConstraintSpec:
             f"{_WAY_OUT}",
             param="constraint",
         ) from error
+    if spec.kind is not ConstraintKind.JSON_SCHEMA or isinstance(output_type, Term):
+        return spec
+    return ConstraintSpec.json_schema(_closed(json.loads(spec.text)))
+
+
+def _closed(node: Any) -> Any:
+    """A type's schema whose objects have the properties it names, and no others."""
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    closed = {key: _closed(value) for key, value in node.items()}
+    if closed.get("type") == "object" and "properties" in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _spec_of_term(term: "Term") -> ConstraintSpec:

@@ -68,7 +68,7 @@ def schema(output_type: Any) -> Any:
 
 
 def test_a_pydantic_model_is_its_schema_with_properties_in_order() -> None:
-    assert schema(Person) == Person.model_json_schema()
+    assert schema(Person) == Person.model_json_schema() | {"additionalProperties": False}
     assert list(schema(Person)["properties"]) == ["name", "age"]
 
 
@@ -95,6 +95,25 @@ def test_types_with_fields_are_objects(
     assert found["required"] == required
 
 
+def test_objects_of_types_are_closed_unless_they_say_otherwise() -> None:
+    class Open(BaseModel, extra="allow"):
+        inner: Person
+        anything: dict[str, int]
+        properties: Any = None
+
+    found = schema(Open)
+    assert found["additionalProperties"] is True
+    assert set(found["properties"]) == {"inner", "anything", "properties"}
+    assert found["properties"]["anything"]["additionalProperties"] == {"type": "integer"}
+    assert found["$defs"]["Person"]["additionalProperties"] is False
+    assert schema(Point)["additionalProperties"] is schema(search)["additionalProperties"] is False
+
+
+def test_a_schema_is_taken_as_it_is() -> None:
+    assert schema(JsonSchema(Person)) == Person.model_json_schema()
+    assert "additionalProperties" not in schema(either(JsonSchema(Person)))["anyOf"][0]
+
+
 def test_a_schema_may_be_a_dict_a_string_or_a_genson_builder() -> None:
     from genson import SchemaBuilder
 
@@ -104,7 +123,7 @@ def test_a_schema_may_be_a_dict_a_string_or_a_genson_builder() -> None:
     builder = SchemaBuilder()
     builder.add_object({"a": 1})
     assert schema(builder)["properties"] == {"a": {"type": "integer"}}
-    assert schema(JsonSchema(builder)) == schema(builder)
+    assert schema(JsonSchema(builder)) | {"additionalProperties": False} == schema(builder)
 
 
 def test_dict_alone_is_an_object() -> None:
@@ -113,7 +132,7 @@ def test_dict_alone_is_an_object() -> None:
 
 def test_alternatives_of_schemas_stay_a_schema_with_its_references() -> None:
     found = schema(Person | Node)
-    assert found["anyOf"][0] == Person.model_json_schema()
+    assert found["anyOf"][0] == schema(Person)
     node = found["anyOf"][1]
     assert node["$ref"] == "#/anyOf/1/$defs/Node"
     assert node["$defs"]["Node"]["properties"]["children"]["items"]["$ref"] == node["$ref"]
