@@ -4,6 +4,7 @@ The meaning is outlines' own, also where it surprises:
 
 - `str` is a text in double quotes, `bool` is `True` or `False` and `None` is `None`: Python's
   spelling, not JSON's. For JSON give a schema: `JsonSchema({"type": "boolean"})`.
+- `int` and `float` may have any number of digits.
 - items of `list[...]`, `tuple[...]` and `dict[...]` are parted by a comma and one space; a tuple
   has round brackets.
 - objects of a type with fields (a pydantic model, a dataclass, a function's arguments) have these
