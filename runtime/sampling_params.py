@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sapwood.runtime.constraints.limits import fault_of
 from sapwood.runtime.constraints.spec import ConstraintSpec
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.regex_syntax import RegexError
@@ -71,6 +72,11 @@ class SamplingParams:
     look-around, back-references and flags. The text ends where the match starts; of all stops the
     match that ends first counts, and of several that end there the one that starts first.
 
+    With a `constraint` every token keeps the answer within it, and the answer ends where the
+    constraint is satisfied and nothing more may follow, also with `ignore_eos`. Stops, `max_tokens`
+    and the context may end it sooner. Options that could leave no token to draw are refused beside
+    it: `min_tokens`, `allowed_token_ids` and `banned_token_ids`.
+
     Raises RequestError, with `param` set, for a value outside its range or a contradiction.
     """
 
@@ -115,6 +121,7 @@ class SamplingParams:
         self._check_distribution()
         self._check_logprobs()
         self._check_answers()
+        self._check_constraint()
         self._settle("token_edits", self._make_token_edits())
         self._check_that_a_token_is_left()
 
@@ -147,6 +154,9 @@ class SamplingParams:
         _check_int("max_tokens", self.max_tokens, low=0, high=MAX_COUNT, optional=True)
         _check_int("min_tokens", self.min_tokens, low=0, high=MAX_COUNT)
         _check_bool("ignore_eos", self.ignore_eos)
+        _check_int(
+            "max_reasoning_tokens", self.max_reasoning_tokens, low=1, high=MAX_COUNT, optional=True
+        )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",
@@ -222,6 +232,34 @@ class SamplingParams:
                 "leave n and best_of out, or raise max_tokens",
                 param="n" if self.n > 1 else "best_of",
             )
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, ConstraintSpec):
+            raise RequestError(
+                f"constraint must be a ConstraintSpec, not {_shown(self.constraint)}; "
+                "sapwood.constraint_of makes one of a type",
+                param="constraint",
+            )
+        if (fault := fault_of(self.constraint)) is not None:
+            raise RequestError(f"constraint {fault}", param="constraint")
+        if self.max_tokens == 0:
+            raise RequestError(
+                "constraint is given and max_tokens is 0, which generates nothing; leave it out",
+                param="constraint",
+            )
+        for name, value in (
+            ("min_tokens", self.min_tokens),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("banned_token_ids", self.banned_token_ids),
+        ):
+            if value:
+                raise RequestError(
+                    f"{name} could leave no token that the constraint allows; leave out one of the "
+                    "two",
+                    param=name,
+                )
 
     def _make_token_edits(self) -> TokenEdits | None:
         if self.allowed_token_ids is None and not self.banned_token_ids and not self.logit_bias:

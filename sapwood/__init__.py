@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sapwood.runtime.async_engine import AsyncEngine as AsyncEngine
+    from sapwood.runtime.constraints.output_types import constraint_of as constraint_of
+    from sapwood.runtime.constraints.spec import ConstraintSpec as ConstraintSpec
+    from sapwood.runtime.constraints.spec import Whitespace as Whitespace
     from sapwood.runtime.engine import Engine as Engine
     from sapwood.runtime.errors import ConfigError as ConfigError
     from sapwood.runtime.errors import ContextLengthError as ContextLengthError
@@ -42,6 +45,7 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "AsyncEngine": "sapwood.runtime.async_engine",
         "CompletionOutput": "sapwood.runtime.outputs",
         "ConfigError": "sapwood.runtime.errors",
+        "ConstraintSpec": "sapwood.runtime.constraints.spec",
         "ContextLengthError": "sapwood.runtime.errors",
         "Engine": "sapwood.runtime.engine",
         "EngineBusyError": "sapwood.runtime.errors",
@@ -59,6 +63,8 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "SapwoodError": "sapwood.runtime.errors",
         "TokenLogprobs": "sapwood.runtime.outputs",
         "UnsupportedModelError": "sapwood.runtime.errors",
+        "Whitespace": "sapwood.runtime.constraints.spec",
+        "constraint_of": "sapwood.runtime.constraints.output_types",
     }
 )
 

@@ -114,7 +114,8 @@ def in_callers_words(names: Mapping[str, str]) -> Iterator[None]:
     except RequestError as error:
         message, param = str(error), error.param
         if param is not None and param in names:
-            message = message.replace(param, names[param].rpartition(".")[2])
+            word = names[param].rpartition(".")[2]
+            message = re.sub(rf"\b{re.escape(param)}\b", lambda _: word, message)
             param = names[param]
         raise ApiError(400, message, param=param, code=error.code) from error
 

@@ -23,11 +23,11 @@ from sapwood.server.schemas import (
     refused,
     sampling_params,
 )
+from sapwood.server.schemas_constraints import NativeSamplingConstraintFields
 
 if TYPE_CHECKING:
     from sapwood.runtime.build import EngineInfo
 
-_NO_GRAMMAR = "constrained decoding is not served yet; leave it out"
 _NO_MEDIA = "only text is served; leave it out"
 _NO_SESSION = "sessions are not served; send the whole prompt, what was computed is found again"
 _NO_BEAMS = (
@@ -45,7 +45,7 @@ _KINDS: Mapping[type, str] = MappingProxyType(
 )
 
 
-class NativeSampling(Wire):
+class NativeSampling(NativeSamplingConstraintFields):
     """The value of `sampling_params`."""
 
     max_new_tokens: Int64 | None = 128  # null: as far as the context goes
@@ -71,10 +71,6 @@ class NativeSampling(Wire):
     skip_special_tokens: Annotated[Any, refused(_NOT_YET, True)] = None
     spaces_between_special_tokens: Accepted = None
     beam_width: Annotated[Any, refused(_NO_BEAMS, 1)] = None
-    json_schema: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
-    regex: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
-    ebnf: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
-    structural_tag: Annotated[Any, refused(_NO_GRAMMAR, "")] = None
     no_stop_trim: Annotated[Any, refused(_NOT_YET, False)] = None
     stream_interval: Annotated[Any, refused(_NOT_YET, 1)] = None
     custom_params: Annotated[Any, refused(_NOT_YET, {})] = None
@@ -98,7 +94,11 @@ class NativeSampling(Wire):
                 f"seed is {self.seed} and sampling_seed is {self.sampling_seed}; give one of them",
                 param=f"{at}.seed",
             )
+        constraint = self.constraint(at)
+        if constraint is not None:
+            names["constraint"] = constraint.path
         values = {
+            "constraint": constraint and constraint.spec,
             "max_tokens": self.max_new_tokens,
             "min_tokens": self.min_new_tokens,
             "temperature": self.temperature,
@@ -180,11 +180,23 @@ class GenerateRequest(Wire):
         return {
             **names,
             "prompt": prompt,
+            "constraint": self._constraint_path(),
             "request_id": "rid",
             "top_logprobs": "top_logprobs_num",
             "prompt_logprobs": "top_logprobs_num",
             "prompt_logprobs_start": "logprob_start_len",
         }
+
+    def _constraint_path(self) -> str:
+        """Where the prompts' constraints are said; in a batch they may be of several fields."""
+        options = self.sampling_params
+        fields = {
+            field
+            for given in (options if isinstance(options, list) else [options])
+            for field in NativeSamplingConstraintFields.model_fields
+            if isinstance(given, dict) and given.get(field)
+        }
+        return f"sampling_params.{fields.pop()}" if len(fields) == 1 else "sampling_params"
 
     def prompts(self, info: "EngineInfo") -> tuple[list[Prompt], bool]:
         """What to answer, and whether it is a single prompt. Raises ApiError."""

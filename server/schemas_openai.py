@@ -26,12 +26,12 @@ from sapwood.server.schemas import (
     refused,
     sampling_params,
 )
+from sapwood.server.schemas_constraints import OpenAIConstraintFields
 
 MAX_MESSAGES = 65_536
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 _NO_TOOLS = "tool calls are not served yet; leave it out and describe the tools in a message"
-_NO_GRAMMAR = "constrained decoding is not served yet; leave it out and check the answer"
 _NO_BEAMS = (
     "beam search is not served: its beams are ranked together at every step, and an answer would "
     "depend on the others; use best_of, or n with a temperature"
@@ -126,7 +126,7 @@ def _only_of_a_stream(options: StreamOptions, info: ValidationInfo) -> StreamOpt
     return options
 
 
-class OpenAIRequest(Wire):
+class OpenAIRequest(OpenAIConstraintFields):
     """What both endpoints take."""
 
     model: str | None = None  # None: the one that is served
@@ -161,18 +161,15 @@ class OpenAIRequest(Wire):
     length_penalty: Annotated[Any, refused(_NO_BEAMS, 1)] = None
     early_stopping: Annotated[Any, refused(_NO_BEAMS, False)] = None
     bad_words: Annotated[Any, refused(_NO_BAD_WORDS, [])] = None
-    structured_outputs: Annotated[Any, refused(_NO_GRAMMAR)] = None
-    regex: Annotated[Any, refused(_NO_GRAMMAR)] = None
-    ebnf: Annotated[Any, refused(_NO_GRAMMAR)] = None
-    guided_json: Annotated[Any, refused(_NO_GRAMMAR)] = None
-    guided_regex: Annotated[Any, refused(_NO_GRAMMAR)] = None
-    guided_choice: Annotated[Any, refused(_NO_GRAMMAR)] = None
-    guided_grammar: Annotated[Any, refused(_NO_GRAMMAR)] = None
-    guided_decoding_backend: Accepted = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The caller's words for ours, in what the engine says about the request."""
+        return {} if self.constraint is None else {"constraint": self.constraint.path}
 
     def _sampling(self, names: dict[str, str], **values: Any) -> SamplingParams:
         common = {
@@ -196,8 +193,9 @@ class OpenAIRequest(Wire):
             "banned_token_ids": self.banned_token_ids,
             "prompt_logprobs": self.prompt_logprobs,
             "prompt_logprobs_start": self.prompt_logprobs_start,
+            "constraint": self.constraint and self.constraint.spec,
         }
-        return sampling_params(names, common | values)
+        return sampling_params(self.names | names, common | values)
 
 
 class ChatRequest(OpenAIRequest):
@@ -224,7 +222,6 @@ class ChatRequest(OpenAIRequest):
     tool_choice: Annotated[Any, refused(_NO_TOOLS, "none", "auto")] = None
     functions: Annotated[Any, refused(_NO_TOOLS, [])] = None
     function_call: Annotated[Any, refused(_NO_TOOLS, "none", "auto")] = None
-    response_format: Annotated[Any, refused(_NO_GRAMMAR, {"type": "text"})] = None
     modalities: Annotated[Any, refused(_NO_MEDIA, ["text"])] = None
     audio: Annotated[Any, refused(_NO_MEDIA)] = None
     reasoning_effort: Annotated[Any, refused(_NO_REASONING, "none")] = None

@@ -33,6 +33,7 @@ async def chat_completions(request: Request, serving: ServingDep) -> Response:
         prompts=[body.chat()],
         sampling=[sampling],
         request_ids=[answer.id],
+        names=body.names,
     )
     return await openai_reply(serving, request, answer, work, stream=bool(body.stream))
 

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from sapwood import RequestError, SamplingParams
+from sapwood import ConstraintSpec, RequestError, SamplingParams
+from sapwood.runtime.constraints.spec import ConstraintKind
 
 HUGE = 10**5000  # has more digits than Python prints
+DIGITS = ConstraintSpec.regex("[0-9]+")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,24 @@ HUGE = 10**5000  # has more digits than Python prints
         ({"temperature": [HUGE]}, "temperature"),
         ({"temperature": "\ud800"}, "temperature"),
         ({"stop": {"a": 1}}, "stop"),
+        ({"constraint": "[0-9]+"}, "constraint"),
+        ({"constraint": {"type": "object"}}, "constraint"),
+        ({"constraint": int}, "constraint"),
+        ({"constraint": ConstraintSpec.regex("")}, "constraint"),
+        ({"constraint": ConstraintSpec.choice([])}, "constraint"),
+        (
+            {"constraint": ConstraintSpec(kind=ConstraintKind.JSON_SCHEMA, text="{" * 300_000)},
+            "constraint",
+        ),
+        ({"constraint": DIGITS, "max_tokens": 0, "prompt_logprobs": 0}, "constraint"),
+        ({"constraint": DIGITS, "min_tokens": 1}, "min_tokens"),
+        ({"constraint": DIGITS, "allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"constraint": DIGITS, "banned_token_ids": [1]}, "banned_token_ids"),
+        ({"max_reasoning_tokens": 0}, "max_reasoning_tokens"),
+        ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
+        ({"max_reasoning_tokens": True}, "max_reasoning_tokens"),
+        ({"max_reasoning_tokens": 1.5}, "max_reasoning_tokens"),
+        ({"max_reasoning_tokens": HUGE}, "max_reasoning_tokens"),
     ],
 )
 def test_a_wrong_parameter_is_refused_by_name(params: dict[str, object], param: str) -> None:
@@ -180,6 +200,12 @@ def test_a_wrong_parameter_is_refused_by_name(params: dict[str, object], param: 
         {"allowed_token_ids": [3], "banned_token_ids": [2], "logit_bias": {3: 1}},
         {"allowed_token_ids": range(65_536), "stop_token_ids": [1]},
         {"stop": "a", "stop_regex": ["a", "b+c"], "min_tokens": 3},
+        {"constraint": DIGITS, "stop": "a", "stop_regex": "b", "stop_token_ids": [3]},
+        {"constraint": DIGITS, "ignore_eos": True, "logit_bias": {3: -100}, "top_k": 1},
+        {"constraint": DIGITS, "n": 2, "best_of": 4, "frequency_penalty": 1},
+        {"constraint": DIGITS, "max_tokens": 1, "prompt_logprobs": 0, "logprobs": True},
+        {"constraint": DIGITS, "banned_token_ids": [], "max_tokens": None},
+        {"max_reasoning_tokens": 1},
     ],
 )
 def test_what_is_unusual_but_sound_is_taken(params: dict[str, object]) -> None:
@@ -194,6 +220,7 @@ FULL = SamplingParams(
     n=2,
     prompt_logprobs=3,
 )
+CONSTRAINED = SamplingParams(constraint=DIGITS)
 
 
 def test_parameters_are_values_that_can_be_compared_hashed_and_changed_by_replacing() -> None:
@@ -201,6 +228,8 @@ def test_parameters_are_values_that_can_be_compared_hashed_and_changed_by_replac
     assert same == FULL
     assert hash(same) == hash(FULL)
     assert replace(FULL, n=3) != FULL
+    assert hash(replace(CONSTRAINED)) == hash(CONSTRAINED)
+    assert replace(CONSTRAINED, constraint=ConstraintSpec.regex("[0-9]")) != CONSTRAINED
     assert FULL.logit_bias == ((3, -2.5), (9, 1.0))
     assert replace(FULL, logit_bias={9: 1.0, 3: -2.5}) == FULL
 

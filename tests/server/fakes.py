@@ -43,6 +43,8 @@ class ByteTokenizer:
 class FakeEngine:
     """Answers `answer`, or letters drawn with the seed if the temperature is not 0.
 
+    A constrained answer is always `answer`: whoever asks for one knows what satisfies it.
+
     `delay` is the time of a step, `prefill` that before the first token. `fail` is raised after
     `fail_after` tokens.
     """
@@ -244,7 +246,7 @@ def _steps(
     """Token, new text, finish reason and what matched, for each step of an answer."""
     if sampling.max_tokens == 0:
         return [(None, "", FinishReason.LENGTH, None)]
-    if sampling.temperature:
+    if sampling.temperature and sampling.constraint is None:
         draw = random.Random(None if sampling.seed is None else sampling.seed + index)
         answer = "".join(draw.choice("abcdefgh ") for _ in range(24))
     limit = 10_000 if sampling.max_tokens is None else sampling.max_tokens

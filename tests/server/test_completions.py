@@ -47,7 +47,7 @@ async def test_nulls_and_neutral_values_are_taken(client):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("suffix", "x"), ("use_beam_search", True), ("bad_words", ["x"]), ("guided_regex", "a")],
+    [("suffix", "x"), ("use_beam_search", True), ("bad_words", ["x"])],
 )
 async def test_what_is_not_served_is_refused_by_name(client, field, value):
     told = error(await client.post(URL, json=body("hi", **{field: value})))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood.server.app import create_app
+from sapwood.server.schemas_constraints import ResponseFormat, StructuredOutputs
 from sapwood.server.schemas_native import GenerateRequest, NativeSampling
 from sapwood.server.schemas_openai import ChatRequest, CompletionRequest
 from tests.server.fakes import FakeEngine
@@ -38,6 +39,15 @@ def bodies(model: Any, **sound: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(fields, VALUES, max_size=3).map(lambda changes: sound | changes)
 
 
+def constraints(model: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """A constraint's object whose known fields have sound values, or any."""
+    sound = st.sampled_from(
+        ["json_schema", "structural_tag", "a+", 'start: "a"', "{}", True, {}, {"schema": {}}, ["a"]]
+    )
+    names = sorted(field.alias or name for name, field in model.model_fields.items())
+    return st.dictionaries(st.sampled_from(names), sound | VALUES, max_size=3)
+
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAMPLING = bodies(NativeSampling, max_new_tokens=2)
 CALLS = st.one_of(
@@ -47,6 +57,16 @@ CALLS = st.one_of(
     st.tuples(st.just("/v1/completions"), bodies(CompletionRequest, prompt="hi", max_tokens=2)),
     st.tuples(st.just("/generate"), bodies(GenerateRequest, text="hi")),
     st.tuples(st.just("/generate"), SAMPLING.map(lambda s: {"text": "hi", "sampling_params": s})),
+    st.tuples(
+        st.just("/v1/completions"),
+        st.fixed_dictionaries(
+            {"prompt": st.just("hi")},
+            optional={
+                "response_format": constraints(ResponseFormat),
+                "structured_outputs": constraints(StructuredOutputs),
+            },
+        ),
+    ),
     st.tuples(
         st.just("/v1/chat/completions"),
         VALUES.map(lambda v: {"messages": [{"role": "user", "content": v}], "max_tokens": 2}),

@@ -145,7 +145,6 @@ async def test_neutral_values_are_taken(client):
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
         ({"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}}, "sampling_params.seed"),
-        ({"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
         ({"text": "a", "sampling_params": {"max_tokens": 5}}, "sampling_params.max_tokens"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": 5}]}, "sampling_params[1].top_p"),
