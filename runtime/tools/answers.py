@@ -67,7 +67,7 @@ class CallReader:
     ) -> None:
         self._syntax = syntax
         self._opening = words_of(syntax.opening)
-        # Only of JSON is the end known without what follows it; others are read with it.
+        # JSON ends by itself; other arguments are read with what follows them.
         is_json = syntax.style is ArgumentStyle.JSON
         self._after_arguments = words_of(syntax.after_arguments) if is_json else ()
         self._parameters = parameters
@@ -137,6 +137,8 @@ class CallReader:
             return _Call.NONE
         if not is_whole:
             return _Call.BROKEN
+        if self._after_arguments:
+            yield from self._skip_id()
         yield from self._end(self._after_arguments)
         return _Call.WHOLE
 
@@ -155,6 +157,16 @@ class CallReader:
         if not (yield from self._words(words_of(syntax.before_arguments))):
             return None
         return name if (yield from self._space()) else None
+
+    def _skip_id(self) -> Steps[None]:
+        """Read the id that a model may write behind arguments: too late to be the call's."""
+        self._source.hold()
+        if (yield from self._words((",", '"id"', ":", '"'))):
+            identifier = yield from self._source.take(_NAME, limit=MAX_NAME_CHARS)
+            if len(identifier) <= MAX_NAME_CHARS and (yield from self._source.take_word('"')):
+                self._source.release()
+                return
+        self._source.go_back()
 
     def _end(self, words: Sequence[str]) -> Steps[None]:
         """Read `words` if they follow, or as many of them as a text that is cut short has."""

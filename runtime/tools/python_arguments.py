@@ -74,6 +74,8 @@ def _read_value(source: TextSource, write: _Write, depth: int) -> Steps[bool]:
     if char == "{":
         return (yield from _read_dict(source, write, depth + 1))
     word = yield from source.take(_NUMBER_CHARS, limit=MAX_NUMBER_CHARS)
+    if not (yield from source.peek()):
+        return False  # cut short: there may have been more of it
     text = _WORDS.get(word) or _json_number(word)
     write(text or "")
     return text is not None
