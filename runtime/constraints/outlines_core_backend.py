@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 
 from sapwood.runtime.constraints.bounded_process import BoundedProcess, WorkError
+from sapwood.runtime.constraints.choices import read_choices
 from sapwood.runtime.constraints.compile_errors import grammar_error, kind_refused
 from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
 from sapwood.runtime.constraints.messages import pack
@@ -93,19 +94,3 @@ def _whitespace_pattern(spec: ConstraintSpec) -> str:
                 "outlines_core has the same whitespace on both sides of a comma or colon, so it "
                 "cannot write spaced JSON; ask for compact or bounded whitespace"
             )
-
-
-def read_choices(text: str) -> list[str]:
-    """The strings of a `CHOICE`. Raises GrammarError."""
-    try:
-        choices = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the choices are not valid JSON: {error}") from error
-    if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
-        raise GrammarError("choices are a list of at least one string")
-    return choices
-
-
-def _is_text(value: object) -> bool:
-    """Half of a surrogate pair reaches us through JSON escapes and has no bytes."""
-    return isinstance(value, str) and not any(0xD800 <= ord(c) <= 0xDFFF for c in value)
