@@ -18,7 +18,9 @@ def grammar_error(error: WorkError, backend: str) -> GrammarError:
     return GrammarError(f"{backend} could not compile the constraint: {error}")
 
 
-def kind_refused(kind: ConstraintKind, backend: str, kinds: tuple[ConstraintKind, ...]) -> GrammarError:
+def kind_refused(
+    kind: ConstraintKind, backend: str, kinds: tuple[ConstraintKind, ...]
+) -> GrammarError:
     return GrammarError(
         f"{backend} does not take {kind.value}, only {', '.join(kinds)}; choose another backend"
     )

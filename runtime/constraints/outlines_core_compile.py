@@ -36,7 +36,9 @@ def make_task(setup: bytes) -> Task:
             ) from error
         return explore(
             index.get_initial_state(),
-            lambda state: [token for token in index.get_allowed_tokens(state) or () if token != end],
+            lambda state: [
+                token for token in index.get_allowed_tokens(state) or () if token != end
+            ],
             index.get_next_state,
             index.is_final_state,
         ).to_bytes()

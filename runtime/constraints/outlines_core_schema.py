@@ -3,8 +3,8 @@
 Its conversion to a regular expression looks at the first keyword it knows in a schema and drops the
 others without a word, lets patterns and formats write quotes into strings, and cuts recursion off
 at a depth, where it drops even required properties. So a schema is written anew here: what is left
-has only forms whose conversion is right, and everything else is refused by its name. The language is
-never wider than the schema's. It may be narrower: objects have no properties but those declared,
+has only forms whose conversion is right, and everything else is refused by its name. The language
+is never wider than the schema's. It may be narrower: objects have no properties but those declared,
 patterns match whole strings, and values of any kind nest twice.
 """
 
@@ -36,8 +36,8 @@ _KEYWORDS_OF_TYPE = MappingProxyType(
     }
 )
 _DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
-_TIME += "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_HOUR = "([01][0-9]|2[0-3])"
+_TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR}:[0-5][0-9])"
 _FORMATS = MappingProxyType(
     {
         "date": _DATE,

@@ -74,8 +74,8 @@ def explore(
 ) -> TokenAutomaton:
     """The automaton of all that is reached from `initial`, without what leads to no final state.
 
-    Raises GrammarError where it has more than `MAX_TRANSITIONS`, or accepts nothing. O(transitions),
-    with one call of `next_state` for each.
+    Raises GrammarError where it has more than `MAX_TRANSITIONS`, or accepts nothing. One call of
+    `next_state` for each transition.
     """
     numbers = {initial: 0}
     waiting = deque([initial])
@@ -115,8 +115,10 @@ def _without_dead_ends(
             "no answer satisfies the constraint with this model's vocabulary; check that it does "
             "not contradict itself"
         )
-    kept = [alive[targets] if alive[state] else np.zeros(len(targets), dtype=np.bool_)
-            for state, (_, targets) in enumerate(rows)]
+    kept = [
+        alive[targets] if alive[state] else np.zeros(len(targets), dtype=np.bool_)
+        for state, (_, targets) in enumerate(rows)
+    ]
     counts = [int(np.count_nonzero(keep)) for keep in kept]
     return TokenAutomaton(
         starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),

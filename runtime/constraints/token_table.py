@@ -28,7 +28,7 @@ class TokenTable:
         )
 
     def ordinary_tokens(self) -> Iterator[tuple[int, bytes]]:
-        """Ids and bytes of the tokens that spell text: neither special nor end tokens, not empty."""
+        """Ids and bytes of the tokens that spell text: not special, no end, not empty."""
         others = {*self.special_token_ids, *self.eos_token_ids}
         for token_id, spelled in enumerate(self.token_bytes):
             if spelled and token_id not in others:
@@ -49,9 +49,7 @@ class TokenTable:
         ends = np.cumsum(np.frombuffer(lengths, dtype=np.int32)).tolist()
         starts = [0, *ends[:-1]]
         return cls(
-            token_bytes=tuple(
-                spelled[start:end] for start, end in zip(starts, ends, strict=True)
-            ),
+            token_bytes=tuple(spelled[start:end] for start, end in zip(starts, ends, strict=True)),
             special_token_ids=tuple(header["special_token_ids"]),
             eos_token_ids=tuple(header["eos_token_ids"]),
             logits_size=header["logits_size"],

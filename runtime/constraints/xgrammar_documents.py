@@ -1,9 +1,9 @@
 """Constraints in the words of xgrammar, without what it drops in silence.
 
-A regular expression is written anew with explicit characters: xgrammar takes anchors and escapes it
-does not know for nothing or for letters, and its dot is a line feed as well. JSON schemas within a
-structural tag are checked here for keywords that it compiles and does not enforce, as the JSON there
-is not looked at again once an answer is finished.
+A regular expression is written anew with explicit characters: xgrammar takes anchors and escapes
+that it does not know for nothing or for letters, and its dot is a line feed as well. JSON schemas
+within a structural tag are checked here for keywords that it compiles and does not enforce, as the
+JSON there is not looked at again once an answer is finished.
 """
 
 import json
@@ -42,11 +42,11 @@ _SCHEMAS = ("items", "additionalItems", "additionalProperties", "propertyNames")
 
 
 def json_options(spec: ConstraintSpec) -> Mapping[str, Any]:
-    """How xgrammar is to write JSON. `strict_mode` would close objects that a schema leaves open."""
+    """How xgrammar is to write JSON. `strict_mode` closes objects that a schema leaves open."""
     if spec.whitespace_pattern is not None:
         raise GrammarError(
-            "xgrammar takes no whitespace pattern; ask for compact, spaced or bounded whitespace, or "
-            "choose another backend"
+            "xgrammar takes no whitespace pattern; ask for compact, spaced or bounded whitespace, "
+            "or choose another backend"
         )
     return {**_WHITESPACE_OPTIONS[spec.whitespace], "strict_mode": False}
 
@@ -57,8 +57,8 @@ def regex(pattern: str) -> str:
         tree = parse(without_anchors(pattern))
     except RegexError as error:
         raise GrammarError(
-            f"the regular expression is not taken for xgrammar: {error}; change it or choose another "
-            "backend"
+            f"the regular expression is not taken for xgrammar: {error}; change it or choose "
+            "another backend"
         ) from error
     return written(tree, lambda code_point: f"\\u{{{code_point:X}}}")
 
@@ -72,24 +72,23 @@ def choice_grammar(choices: list[str]) -> str:
 def structural_tag(text: str) -> dict[str, Any]:
     """The document, checked, in the newer of xgrammar's two forms. Raises GrammarError."""
     try:
-        document = json.loads(text)
+        document: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the structural tag is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise GrammarError("a structural tag is a JSON object with a format")
-    if "structures" in document:
-        document = _from_structures(document)
-    for part in _objects(document):
+    checked = _from_structures(document) if "structures" in document else document
+    for part in _objects(checked):
         match part:
             case {"type": "json_schema", "json_schema": schema}:
                 refuse_what_is_not_enforced(read_schema(json.dumps(schema)))
             case {"type": "regex", "pattern": str(pattern)}:
                 part["pattern"] = regex(pattern)
-    return document
+    return checked
 
 
 def named_tokens(document: Mapping[str, Any]) -> tuple[set[int], set[str]]:
-    """Ids and spellings of tokens that a structural tag names: its tags and triggers, and tokens."""
+    """Ids and spellings of what a structural tag names: its tags, triggers and tokens."""
     names: list[Any] = []
     for part in _objects(document):
         for field in ("begin", "end", "token", "triggers", "trigger_tokens"):
@@ -116,8 +115,8 @@ def _from_structures(document: Mapping[str, Any]) -> dict[str, Any]:
         triggers = document["triggers"]
     except (KeyError, TypeError) as error:
         raise GrammarError(
-            f"the structural tag lacks {error}; each of its structures has a begin, a schema and an "
-            "end, and beside them are triggers"
+            f"the structural tag lacks {error}; each of its structures has a begin, a schema and "
+            "an end, and beside them are triggers"
         ) from error
     return {
         "type": "structural_tag",
