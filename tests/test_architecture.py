@@ -100,7 +100,7 @@ TORCH_FREE = (
     "runtime/constraints/outlines_core_backend.py",
     "runtime/constraints/outlines_core_compile.py",
     "runtime/constraints/outlines_core_schema.py",
-    "runtime/constraints/regex_text.py",
+    "runtime/constraints/explicit_regex.py",
     "runtime/constraints/schema_check.py",
     "runtime/constraints/schema_text.py",
     "runtime/constraints/spec.py",

@@ -132,7 +132,11 @@ class BoundedProcess:
     def _ready_child(self) -> "_Child":
         child = self._running_child()
         if not child.is_ready:
-            self._exchange(child, None, START_SECONDS)
+            try:
+                self._exchange(child, None, START_SECONDS)
+            except WorkError:
+                self._drop_child()
+                raise
             child.is_ready = True
         return child
 

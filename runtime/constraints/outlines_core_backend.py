@@ -10,16 +10,15 @@ from collections.abc import Mapping
 
 from sapwood.runtime.constraints.bounded_process import BoundedProcess, WorkError
 from sapwood.runtime.constraints.choices import read_choices
-from sapwood.runtime.constraints.compile_errors import grammar_error, kind_refused
+from sapwood.runtime.constraints.compile_errors import grammar_error, kind_refused, require
+from sapwood.runtime.constraints.explicit_regex import without_anchors
 from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
 from sapwood.runtime.constraints.messages import pack
 from sapwood.runtime.constraints.outlines_core_schema import enforceable
-from sapwood.runtime.constraints.regex_text import without_anchors
 from sapwood.runtime.constraints.schema_text import read_schema
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
 from sapwood.runtime.constraints.token_automaton import AutomatonGrammar, TokenAutomaton
 from sapwood.runtime.constraints.token_table import TokenTable
-from sapwood.runtime.errors import ConfigError
 
 _KINDS = (ConstraintKind.REGEX, ConstraintKind.CHOICE, ConstraintKind.JSON_SCHEMA)
 _BOUNDED = "[ ]?"  # each character more multiplies the states
@@ -31,14 +30,8 @@ class OutlinesCoreBackend:
     name = "outlines_core"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Starts the process. Raises ConfigError where the package is missing."""
-        try:
-            import outlines_core  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"the constraint backend outlines_core needs its package ({error}); "
-                "pip install outlines-core, or choose another backend"
-            ) from error
+        """Starts the process. Raises ModuleNotFoundError where the package is missing."""
+        require("outlines_core")
         self._eos_token_ids = vocabulary.eos_token_ids
         self._mask_size = vocabulary.mask_size
         self._process = BoundedProcess(

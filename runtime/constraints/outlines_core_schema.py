@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from sapwood.runtime.constraints.explicit_regex import read, restricted, written
 from sapwood.runtime.constraints.interface import GrammarError
-from sapwood.runtime.constraints.regex_text import restricted, without_anchors, written
-from sapwood.runtime.regex_syntax import RegexError, parse
+from sapwood.runtime.regex_syntax import RegexError
 
 MAX_NODES = 5000  # after references are replaced by what they mean
 
@@ -290,7 +290,7 @@ def _pattern(keyword: str, value: Any) -> str:
             keyword="format",
         )
     try:
-        tree = parse(_FORMATS[value] if keyword == "format" else without_anchors(str(value)))
+        tree = read(_FORMATS[value] if keyword == "format" else str(value))
     except RegexError as error:
         raise GrammarError(
             f"the pattern {value!r} is not taken for outlines_core: {error}", keyword="pattern"

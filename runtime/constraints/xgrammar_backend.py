@@ -19,7 +19,7 @@ import numpy as np
 
 from sapwood.runtime.constraints.bounded_process import Answer, BoundedProcess, WorkError
 from sapwood.runtime.constraints.choices import read_choices
-from sapwood.runtime.constraints.compile_errors import grammar_error, kind_refused
+from sapwood.runtime.constraints.compile_errors import grammar_error, kind_refused, require
 from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
 from sapwood.runtime.constraints.messages import pack
 from sapwood.runtime.constraints.schema_check import SchemaChecker
@@ -35,7 +35,6 @@ from sapwood.runtime.constraints.xgrammar_documents import (
     regex,
     structural_tag,
 )
-from sapwood.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
@@ -60,15 +59,10 @@ class XgrammarBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Starts two processes; takes seconds, as xgrammar imports torch and transformers.
 
-        Raises ConfigError where the package is missing.
+        Raises ModuleNotFoundError where the package is missing.
         """
-        try:
-            import xgrammar  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"the constraint backend xgrammar needs its package ({error}); "
-                "pip install sapwood[xgrammar], or choose another backend"
-            ) from error
+        require("xgrammar")
+        require("jsonschema")
         self._table = TokenTable.of(vocabulary)
         self._process = BoundedProcess(
             "sapwood.runtime.constraints.xgrammar_compile:make_task", self._table.to_bytes()

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from sapwood.runtime.constraints.explicit_regex import read, written
 from sapwood.runtime.constraints.interface import GrammarError
-from sapwood.runtime.constraints.regex_text import without_anchors, written
 from sapwood.runtime.constraints.schema_text import read_schema
 from sapwood.runtime.constraints.spec import ConstraintSpec, Whitespace
-from sapwood.runtime.regex_syntax import RegexError, parse
+from sapwood.runtime.regex_syntax import RegexError
 
 MAX_WHITESPACE = 8  # characters between two tokens of JSON: a line break and its indentation
 
@@ -36,6 +36,28 @@ _ANNOTATIONS = frozenset(
     "$schema $id $comment $defs definitions title description default examples deprecated readOnly "
     "writeOnly".split()
 )
+_TAGS = frozenset({"tags", "at_least_one", "stop_after_first"})
+_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "structural_tag": frozenset({"format"}),
+        "const_string": frozenset({"value"}),
+        "json_schema": frozenset({"json_schema", "style", "strict"}),
+        "regex": frozenset({"pattern"}),
+        "grammar": frozenset({"grammar", "syntax"}),
+        "any_text": frozenset({"excludes"}),
+        "sequence": frozenset({"elements"}),
+        "or": frozenset({"elements"}),
+        "optional": frozenset({"content"}),
+        "star": frozenset({"content"}),
+        "plus": frozenset({"content"}),
+        "repeat": frozenset({"content", "min", "max"}),
+        "tag": frozenset({"begin", "content", "end"}),
+        "triggered_tags": _TAGS | {"triggers", "excludes"},
+        "tags_with_separator": _TAGS | {"separator"},
+        "token": frozenset({"token"}),
+        "token_triggered_tags": _TAGS | {"trigger_tokens", "exclude_tokens"},
+    }
+)
 _SCHEMA_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "propertyNames")
@@ -54,7 +76,7 @@ def json_options(spec: ConstraintSpec) -> Mapping[str, Any]:
 def regex(pattern: str) -> str:
     """A regular expression that xgrammar reads as it is meant. Raises GrammarError."""
     try:
-        tree = parse(without_anchors(pattern))
+        tree = read(pattern)
     except RegexError as error:
         raise GrammarError(
             f"the regular expression is not taken for xgrammar: {error}; change it or choose "
@@ -79,12 +101,32 @@ def structural_tag(text: str) -> dict[str, Any]:
         raise GrammarError("a structural tag is a JSON object with a format")
     checked = _from_structures(document) if "structures" in document else document
     for part in _objects(checked):
-        match part:
-            case {"type": "json_schema", "json_schema": schema}:
-                refuse_what_is_not_enforced(read_schema(json.dumps(schema)))
-            case {"type": "regex", "pattern": str(pattern)}:
-                part["pattern"] = regex(pattern)
+        _check_element(part)
     return checked
+
+
+def _check_element(part: dict[str, Any]) -> None:
+    """Refuses what xgrammar would drop, and puts the rest into its words, in place."""
+    known = _FIELDS.get(part.get("type", ""))
+    if known is None:
+        raise GrammarError(
+            f"xgrammar takes no {part.get('type')!r} in a structural tag, only {', '.join(_FIELDS)}"
+        )
+    for field in part.keys() - known - {"type"}:
+        raise GrammarError(
+            f"xgrammar takes no {field!r} in a {part['type']} of a structural tag; leave it out or "
+            "choose another backend"
+        )
+    match part:
+        case {"type": "json_schema", "json_schema": schema}:
+            refuse_what_is_not_enforced(read_schema(json.dumps(schema)))
+            part.pop("strict", None)  # it is, always
+            if part.get("style", "json") == "json":
+                part.pop("style", None)
+            else:
+                part["max_whitespace_cnt"] = MAX_WHITESPACE
+        case {"type": "regex", "pattern": str(pattern)}:
+            part["pattern"] = regex(pattern)
 
 
 def named_tokens(document: Mapping[str, Any]) -> tuple[set[int], set[str]]:
@@ -94,8 +136,6 @@ def named_tokens(document: Mapping[str, Any]) -> tuple[set[int], set[str]]:
         for field in ("begin", "end", "token", "triggers", "trigger_tokens"):
             value = part.get(field)
             names += value if isinstance(value, list) else [value]
-        for rule in part.get("rules") or ():
-            names += rule[:1] if isinstance(rule, list) else []
     ids = {name for name in names if isinstance(name, int) and not isinstance(name, bool)}
     return ids, {name for name in names if isinstance(name, str)}
 

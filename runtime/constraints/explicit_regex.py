@@ -4,9 +4,34 @@ What `runtime/regex_syntax.py` reads is written again with explicit characters o
 a class and an escape mean the same in every engine.
 """
 
+import re
 from collections.abc import Callable
 
-from sapwood.runtime.regex_syntax import Chars, Concat, Node, Ranges, Repeat
+from sapwood.runtime.regex_syntax import Chars, Concat, Node, Ranges, RegexError, Repeat, parse
+
+# Classes [...], to their end or that of the pattern; escapes; other characters.
+_PIECE = re.compile(
+    r"\[(?P<negated>\^)?\]?(?P<items>(?:[^\]\\]|\\.)*)(?:\]|\Z)|\\(?P<escaped>.)|.", re.DOTALL
+)
+
+
+def read(pattern: str) -> Node:
+    """The tree of a pattern that all of a text is to match. Raises RegexError.
+
+    \\d, \\w and \\s are ASCII's, which is less than what Python has; where negating them would make
+    that more, they are refused.
+    """
+    if any(map(_negates_a_named_class, _PIECE.finditer(pattern))):
+        raise RegexError(r"a negated \d, \w or \s; write the characters out, as in [^0-9]")
+    return parse(without_anchors(pattern))
+
+
+def _negates_a_named_class(piece: re.Match[str]) -> bool:
+    """Of ASCII's class, the others would have letters and spaces of other scripts in them."""
+    escaped = piece["escaped"] or ""
+    if piece["items"] is not None:
+        escaped = "".join(re.findall(r"\\(.)", piece["items"], re.DOTALL))
+    return any(name in escaped for name in ("dwsDWS" if piece["negated"] else "DWS"))
 
 
 def without_anchors(pattern: str) -> str:
