@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sapwood.runtime.constraints import lark_text, regex_text
-from sapwood.runtime.constraints.interface import Encode, GrammarError, TokenMask, Vocabulary
+from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
 from sapwood.runtime.constraints.json_schema import json_grammar, parsed_json
 from sapwood.runtime.constraints.number_limit import NumberLimit, NumberTokens
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
@@ -441,5 +441,3 @@ def _set_bits(mask: TokenMask, token_ids: Sequence[int]) -> None:
 
 def _has_bit(mask: TokenMask, token_id: int) -> bool:
     return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)
-
-

@@ -276,9 +276,7 @@ class _Translator:
             if braced := re.compile(r"\{([0-9A-Fa-f]{1,6})\}").match(self._pattern, self._at):
                 self._at = braced.end()
                 return self._character(int(braced[1], 16), start)
-            pair = re.compile(r"([dD][89abAB]..)\\u([dD][c-fC-F]..)").match(
-                self._pattern, self._at
-            )
+            pair = re.compile(r"([dD][89abAB]..)\\u([dD][c-fC-F]..)").match(self._pattern, self._at)
             if pair:
                 self._at = pair.end()
                 high, low = int(pair[1], 16), int(pair[2], 16)
@@ -296,9 +294,7 @@ class _Translator:
         return chr(code)
 
     def _error(self, what: str, at: int) -> GrammarError:
-        return GrammarError(
-            f"the regular expression has {what} (character {at}); write it without"
-        )
+        return GrammarError(f"the regular expression has {what} (character {at}); write it without")
 
 
 def _literal(char: str) -> str:
@@ -312,5 +308,3 @@ def _is_one_char(text: str) -> bool:
 
 def _code_of(text: str) -> int:
     return ord(text) if len(text) == 1 else int(text[3:-1], 16)
-
-

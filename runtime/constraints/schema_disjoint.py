@@ -46,11 +46,15 @@ class Disjointness:
         if not depth or one is True or other is True:
             return False
         parts, other_parts = list(self._parts(one, depth)), list(self._parts(other, depth))
-        return any(
-            self._options_are_disjoint(part, other, depth) for part in parts if "anyOf" in part
-        ) or any(
-            self._options_are_disjoint(part, one, depth) for part in other_parts if "anyOf" in part
-        ) or self._conjunctions_are_disjoint(parts, other_parts, depth)
+        return (
+            any(self._options_are_disjoint(part, other, depth) for part in parts if "anyOf" in part)
+            or any(
+                self._options_are_disjoint(part, one, depth)
+                for part in other_parts
+                if "anyOf" in part
+            )
+            or self._conjunctions_are_disjoint(parts, other_parts, depth)
+        )
 
     def _options_are_disjoint(self, part: Mapping[str, Any], other: Any, depth: int) -> bool:
         return all(self._are_disjoint(option, other, depth - 1) for option in part["anyOf"])

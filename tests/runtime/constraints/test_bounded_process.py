@@ -52,7 +52,9 @@ def has_ended(pid: int) -> bool:
 
 def children_of(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except FileNotFoundError:
         return []
 
@@ -172,9 +174,7 @@ while not children.read_text():
 print(process.pid, children.read_text(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    parent = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+    parent = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 2
