@@ -60,7 +60,10 @@ def _in_a_process(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"outcome": f"no answer within {arguments.timeout} s"}
     if done.returncode:
-        return {"outcome": f"the process ended with {done.returncode}", "stderr": done.stderr[-500:]}
+        return {
+            "outcome": f"the process ended with {done.returncode}",
+            "stderr": done.stderr[-500:],
+        }
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
@@ -236,7 +239,9 @@ ROWS: dict[str, Callable[[], ConstraintSpec]] = {
     "chain of 1,500 references": _schema(lambda: _reference_chain(1500)),
     "Lark: chain of 3,000 rules": _grammar(
         ConstraintKind.LARK,
-        "start: r0\n" + "".join(f"r{i}: r{i + 1} | X\n" for i in range(3000)) + 'r3000: X\nX: "x"\n',
+        "start: r0\n"
+        + "".join(f"r{i}: r{i + 1} | X\n" for i in range(3000))
+        + 'r3000: X\nX: "x"\n',
     ),
     "Lark: ambiguous": _grammar(ConstraintKind.LARK, 'start: a\na: a a | "x" | a a a\n'),
     "Lark: left and right recursion": _grammar(

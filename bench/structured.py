@@ -1,0 +1,308 @@
+"""Is constrained text faster than free text, and what does a constraint cost?
+
+Functions of the Berkeley Function Calling Leaderboard, asked of one engine:
+
+- **tool calls** (`tool_choice` required) and **strict JSON** (a closed schema, no whitespace), each
+  beside free text of the same length after the same prompt, computed before in both: forward
+  passes for each token, and wall time, alone and 16 at a time. Free text and constrained text take
+  turns at being first. Answers are greedy.
+- **masks**: microseconds for each token that is drawn, its mask, its advance and the look for
+  forced tokens together, replayed on the very answers.
+- **new schemas**: milliseconds that a request waits for a schema nobody has sent before, and for
+  one that was.
+
+    python bench/structured.py [--data tests/data/bfcl/functions.jsonl]
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import (
+    RESULTS,
+    ROOT,
+    commit,
+    machine,
+    make_parser,
+    read_json_lines,
+    settings,
+    spread,
+    write_json,
+)
+
+from sapwood import ConstraintSpec, Engine, SamplingParams
+from sapwood.kernels import load_kernels
+from sapwood.runtime.chat import Chat, ChatOptions
+from sapwood.runtime.config import ConstraintOptions
+from sapwood.runtime.constraints.backends import Backends
+from sapwood.runtime.constraints.compiler import ConstraintCompiler
+from sapwood.runtime.constraints.interface import Matcher
+from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend
+from sapwood.runtime.constraints.spec import Whitespace
+from sapwood.runtime.constraints.vocabulary import vocabulary_of
+from sapwood.runtime.token_masks import TokenMasks
+
+MAX_TOKENS = 256
+Function = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An input of the engine, and what its answer must satisfy besides."""
+
+    input: Any
+    constraint: ConstraintSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One batch both ways; seconds, forward passes, tokens of all its answers."""
+
+    seconds: float
+    passes: int
+    tokens: int
+    free_seconds: float
+    free_passes: int
+
+
+def main() -> None:
+    arguments = _parse()
+    functions = read_json_lines(arguments.data)
+    with Engine(arguments.model, max_num_seqs=16) as engine:
+        result: dict[str, Any] = {
+            "question": "is constrained text faster than free text",
+            "machine": machine(),
+            "commit": commit(),
+            "engine": asdict(engine.info),
+            "settings": settings(arguments),
+            "workloads": {},
+        }
+        for name, make in (("tool calls", _tool_call), ("strict JSON", _strict_json)):
+            tasks = [make(function) for function in functions]
+            _compare(engine, tasks[-arguments.warm_up :], 1, first_seed=10_000)
+            result["workloads"][name] = {
+                "alone": _compare(engine, tasks[: arguments.num_alone], 1),
+                "16 together": _compare(engine, tasks[: arguments.num_together], 16),
+            }
+        result["masks"] = _mask_costs(engine, functions[: arguments.num_alone])
+    with Engine(arguments.model, max_num_seqs=16) as engine:
+        result["new_schemas"] = _waits(engine, functions)
+    write_json(arguments.out, result)
+    for line in _lines(result):
+        print(line)
+
+
+def _parse() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="smollm2")
+    data = ROOT / "tests" / "data" / "bfcl" / "functions.jsonl"
+    parser.add_argument("--data", type=Path, default=data, help="JSON lines of functions")
+    parser.add_argument("--num-alone", type=int, default=40, help="requests that run alone")
+    parser.add_argument("--num-together", type=int, default=96, help="requests, 16 at a time")
+    parser.add_argument("--warm-up", type=int, default=4, help="pairs that are not counted")
+    parser.add_argument("--out", type=Path, default=RESULTS / "structured.json")
+    return parser.parse_args()
+
+
+# -- tasks -------------------------------------------------------------------------------------
+
+
+def _tool_call(function: Function) -> Task:
+    """The model is to call one tool, in its own format."""
+    name = "".join(c if c.isalnum() or c in "_-" else "_" for c in function["name"])[:64]
+    described = {
+        "name": name,
+        "description": function["description"],
+        "parameters": _closed(function["parameters"]),
+        "strict": True,
+    }
+    options = ChatOptions(
+        tools=[{"type": "function", "function": described}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+    )
+    return Task(Chat([{"role": "user", "content": function["question"]}], options))
+
+
+def _strict_json(function: Function) -> Task:
+    """The arguments alone, as the text of the answer."""
+    question = f"{function['question']}\nAnswer with the arguments of {function['name']} as JSON."
+    schema = _closed(function["parameters"])
+    spec = ConstraintSpec.json_schema(schema, whitespace=Whitespace.COMPACT)
+    return Task(Chat([{"role": "user", "content": question}]), spec)
+
+
+def _closed(schema: Any) -> Any:
+    """What OpenAI's strict mode takes: all properties are required, and there are no others."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: value if key == "enum" else _closed(value) for key, value in schema.items()}
+    if isinstance(closed.get("properties"), dict) and closed.get("type") == "object":
+        closed |= {"required": list(closed["properties"]), "additionalProperties": False}
+    return closed
+
+
+# -- passes and time ---------------------------------------------------------------------------
+
+
+def _compare(
+    engine: Engine, tasks: Sequence[Task], batch_size: int, first_seed: int = 0
+) -> dict[str, Any]:
+    batches = [tasks[i : i + batch_size] for i in range(0, len(tasks), batch_size)]
+    pairs = [_pair(engine, batch, first_seed + i) for i, batch in enumerate(batches)]
+    seconds, free_seconds = (sum(p.seconds for p in pairs), sum(p.free_seconds for p in pairs))
+    passes, free_passes = (sum(p.passes for p in pairs), sum(p.free_passes for p in pairs))
+    tokens = sum(p.tokens for p in pairs)
+    return {
+        "tokens": tokens,
+        "passes_per_token": passes / tokens * batch_size,
+        "fewer_passes": free_passes / passes,
+        "time_ratio": seconds / free_seconds,
+        "time_ratios": spread([p.seconds / p.free_seconds for p in pairs]),
+        "tokens_per_second": tokens / seconds,
+        "free_tokens_per_second": tokens / free_seconds,
+        "pairs": [asdict(pair) for pair in pairs],
+    }
+
+
+def _pair(engine: Engine, tasks: Sequence[Task], seed: int) -> Pair:
+    """The lengths of free answers are those of the constrained ones, so they are found first, by
+    a run that is not counted; from then on all prompts are computed."""
+    sampling = [_sampling(task, seed) for task in tasks]
+    engine.flush_cache()
+    answers = engine.generate([task.input for task in tasks], sampling)
+    prompts = [output.prompt_token_ids for output in answers]
+    lengths = [len(output.outputs[0].token_ids) for output in answers]
+    free = [
+        SamplingParams(max_tokens=n, temperature=0.0, seed=seed, ignore_eos=True) for n in lengths
+    ]
+
+    def constrained_run() -> tuple[float, int]:
+        return _run(engine, prompts, [task.input for task in tasks], sampling)
+
+    def free_run() -> tuple[float, int]:
+        return _run(engine, prompts, prompts, free)
+
+    runs = (constrained_run, free_run) if seed % 2 else (free_run, constrained_run)
+    timed = {run: run() for run in runs}
+    (seconds, passes), (free_seconds, free_passes) = timed[constrained_run], timed[free_run]
+    return Pair(seconds, passes, sum(lengths), free_seconds, free_passes)
+
+
+def _sampling(task: Task, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=0.0, seed=seed, constraint=task.constraint
+    )
+
+
+def _run(
+    engine: Engine, prompts: Sequence[Any], inputs: Sequence[Any], sampling: list[SamplingParams]
+) -> tuple[float, int]:
+    """Seconds and forward passes of a batch whose prompts are computed, and nothing after them."""
+    engine.flush_cache()
+    engine.generate(prompts, SamplingParams(max_tokens=1))
+    num_steps, started = engine.stats().num_steps, time.perf_counter()
+    engine.generate(inputs, sampling)
+    seconds = time.perf_counter() - started
+    return seconds, engine.stats().num_steps - num_steps
+
+
+# -- masks and schemas -------------------------------------------------------------------------
+
+
+def _mask_costs(engine: Engine, functions: Sequence[Function]) -> dict[str, Any]:
+    """Microseconds of each token that is drawn, over the answers to `functions`."""
+    vocabulary = vocabulary_of(engine.tokenizer, engine.info.vocab_size)
+    backend = LlguidanceBackend(vocabulary)
+    masks = TokenMasks(
+        load_kernels("cpu"),
+        max_rows=1,
+        vocab_size=vocabulary.logits_size,
+        device=torch.device("cpu"),
+    )
+    logits = torch.zeros(1, vocabulary.logits_size)
+    tasks = [_strict_json(function) for function in functions]
+    answers = engine.generate(
+        [task.input for task in tasks], [_sampling(task, seed) for seed, task in enumerate(tasks)]
+    )
+    drawn: list[float] = []
+    num_forced = 0
+    for task, output in zip(tasks, answers, strict=True):
+        assert task.constraint is not None
+        matcher = backend.compile(task.constraint, deadline=5.0).matcher()
+        tokens = list(output.outputs[0].token_ids)
+        at = _take_forced(matcher)
+        num_forced += at
+        while at < len(tokens):
+            started = time.perf_counter()
+            masks.apply(logits, {0: matcher})
+            matcher.advance(tokens[at])
+            num_taken = _take_forced(matcher)
+            drawn.append(1e6 * (time.perf_counter() - started))
+            num_forced += num_taken
+            at += 1 + num_taken
+    tail = np.percentile(drawn, [90, 99])
+    return {
+        "microseconds": spread(drawn) | {"p90": tail[0], "p99": tail[1]},
+        "forced_share": num_forced / (num_forced + len(drawn)),
+    }
+
+
+def _take_forced(matcher: Matcher) -> int:
+    """Advance over what is forced; how many tokens."""
+    forced = matcher.forced_tokens()
+    for token in forced:
+        matcher.advance(token)
+    return len(forced)
+
+
+def _waits(engine: Engine, functions: Sequence[Function]) -> dict[str, Any]:
+    """Milliseconds until a constraint's matcher is there: first asked for, and asked for again."""
+    specs = {_strict_json(function).constraint for function in functions}
+    backends = Backends(lambda: vocabulary_of(engine.tokenizer, engine.info.vocab_size))
+    compiler = ConstraintCompiler(backends, ConstraintOptions(), clock=time.monotonic)
+    try:
+        compiler.matchers([ConstraintSpec.choice(["a", "b"])]).result()
+        found = {}
+        for name in ("new", "known"):
+            milliseconds = []
+            for spec in specs:
+                started = time.perf_counter()
+                compiler.matchers([spec]).result()
+                milliseconds.append(1e3 * (time.perf_counter() - started))
+            found[name] = spread(milliseconds) | {"p99": float(np.percentile(milliseconds, 99))}
+        return found
+    finally:
+        compiler.close()
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    info = result["engine"]
+    yield f"{info['model_name']}, {info['dtype']}, quantize {info['quantize']}"
+    for name, by_batch in result["workloads"].items():
+        for batch, figures in by_batch.items():
+            yield (
+                f"{name}, {batch}: {figures['fewer_passes']:.2f} times fewer passes "
+                f"({figures['passes_per_token']:.2f} a token), {figures['time_ratio']:.2f} of the "
+                f"time of free text ({figures['tokens_per_second']:.0f} and "
+                f"{figures['free_tokens_per_second']:.0f} tokens/s)"
+            )
+    masks = result["masks"]["microseconds"]
+    yield (
+        f"masks: median {masks['median']:.1f}, mean {masks['mean']:.1f}, p90 {masks['p90']:.0f}, "
+        f"p99 {masks['p99']:.0f} us a token that is drawn; "
+        f"{result['masks']['forced_share']:.0%} of tokens are forced"
+    )
+    for name, figures in result["new_schemas"].items():
+        yield f"{name} schema: median {figures['median']:.2f}, p99 {figures['p99']:.2f} ms"
+
+
+if __name__ == "__main__":
+    main()
