@@ -4,7 +4,8 @@ Functions of the Berkeley Function Calling Leaderboard, asked of one engine:
 
 - **tool calls** (`tool_choice` required) and **strict JSON** (a closed schema, no whitespace), each
   beside free text of the same length after the same prompt, computed before in both: forward
-  passes for each token, and wall time, alone and 16 at a time (48 requests in 16 seats). Free text and constrained text take
+  passes for each token, and wall time, alone and 16 at a time (48 requests in 16 seats). Free and
+  constrained text take
   turns at being first. Answers are greedy.
 - **masks**: microseconds for each token that is drawn, its mask, its advance and the look for
   forced tokens together, replayed on the very answers.
