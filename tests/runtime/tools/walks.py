@@ -1,4 +1,4 @@
-"""Constraints at work on a small vocabulary: which texts they accept, and texts drawn from masks."""
+"""Constraints on a small vocabulary: which texts they accept, and texts drawn from masks."""
 
 import json
 import random
@@ -16,19 +16,8 @@ SPECIAL = ("<|end|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</
 # Tokens of several bytes, some of which span what a grammar keeps apart.
 _MERGES = (
     *('": ', '", "', '"}', "}}", "}\n", "<tool", "tool_call", "call>", "\n</", "name", '{"', "></"),
-    *(
-        "the ",
-        "é",
-        "日本",
-        "😀",
-        "=",
-        ")]",
-        "[ping(",
-        "<function=",
-        "</parameter",
-        "parameter=",
-        "12",
-    ),
+    *("the ", "é", "日本", "😀", "=", ")]", "[ping(", "<function=", "parameter=", "12"),
+    "\n</parameter>",
 )
 _PARTS = re.compile(
     rf"""{"|".join(map(re.escape, SPECIAL))}|"(?:[^"\\]|\\.)*"|<parameter=.*?</parameter>|.""",
