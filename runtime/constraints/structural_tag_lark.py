@@ -10,8 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sapwood.runtime.constraints import lark_text
 from sapwood.runtime.constraints.argument_styles import SELF, python_arguments, qwen_xml_arguments
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.notation import notation_of
+from sapwood.runtime.constraints.regex_text import python_to_rust
+from sapwood.runtime.constraints.spec import ConstraintKind
 from sapwood.runtime.constraints.structural_tag import (
     AnyText,
     Choice,
@@ -75,9 +79,9 @@ class LarkWriter:
             case Schema():
                 return self._schema(node)
             case Pattern():
-                return self._rule("regex", _regex(node.regex))
+                return self._rule("regex", _regex(python_to_rust(node.regex)))
             case Embedded():
-                return self._rule("grammar", f"%lark {{\n{_lark_of(node)}\n}}")
+                return self._rule("grammar", f"%lark {{\n{self._embedded(node)}\n}}")
 
     def _sequence(self, parts: Sequence[Node], ends: Sequence[str]) -> str:
         parts = _flat(parts)
@@ -179,9 +183,22 @@ class LarkWriter:
             inside = "|".join(map(_escaped, excludes))
             body += f" & ~{_regex(f'{_ANYTHING}({inside}){_ANYTHING}')}"
         if excludes_at_start:
-            start = "|".join(f"({pattern})" for pattern in excludes_at_start)
+            start = "|".join(f"({python_to_rust(pattern)})" for pattern in excludes_at_start)
             body += f" & ~{_regex(f'({start}){_ANYTHING}')}"
         return self._rule("text", body, is_terminal=True)
+
+    def _embedded(self, node: Embedded) -> str:
+        """The grammar of an element in Lark, whichever notation it is in."""
+        match notation_of(node.grammar):
+            case ConstraintKind.LARK:
+                return lark_text.with_json_rewritten(node.grammar, self._json_schema)
+            case ConstraintKind.EBNF:
+                return lark_text.from_gbnf(node.grammar)
+            case _:
+                raise GrammarError(
+                    f"{node.where}.grammar has no rule in Lark's notation (name: ...) and none in "
+                    "EBNF (name ::= ...); write it in one of them"
+                )
 
     def _schema(self, node: Schema) -> str:
         if node.style == "python":
@@ -315,20 +332,10 @@ def _escaped(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """A regular expression as Lark writes it; // would be a comment."""
     from llguidance import regex_to_lark
 
-    return f"/{regex_to_lark(pattern, 'd')}/"
-
-
-def _lark_of(node: Embedded) -> str:
-    """The grammar of an element in Lark, whichever notation it is in."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return str(any_to_lark(node.grammar))
-    except Exception as error:  # the converter raises many kinds
-        raise GrammarError(f"{node.where}.grammar is neither Lark nor GBNF: {error}") from error
+    return f"/{regex_to_lark(pattern, '')}/" if pattern else _EMPTY
 
 
 def _compiles(schema: Mapping[str, Any]) -> bool:

@@ -60,13 +60,7 @@ def matcher_of(
     spec = tool_format(name).constraint(tools, choice, parallel=parallel)
     assert spec is not None
     assert (spec.kind, spec.whitespace) == (ConstraintKind.STRUCTURAL_TAG, Whitespace.SPACED)
-    return walker.matcher(walker.lark(spec))
-
-
-def expressible(name: str, arguments: Any) -> bool:
-    """Whether the grammar can write the arguments: an element cannot hold its own end, and the
-    calls of `pythonic` have no escapes but those that JSON shares with Python."""
-    return not (name == "qwen3_coder" and "</parameter>" in str(arguments))
+    return walker.matcher(spec)
 
 
 @pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=str)
@@ -158,9 +152,7 @@ def test_a_special_token_that_is_spelled_out_is_no_trigger(walker: Walker, name:
     for marker in tool_format(name).answer_format(TOOLS, AUTO).markers:
         if marker not in walker.special or marker == "[ARGS]":
             continue
-        copy = matcher.deep_copy()
-        spelled = list(b"x" + marker.encode())
-        assert copy.try_consume_tokens(spelled) < len(spelled)
+        assert not all(map(matcher.copy().advance, b"x" + marker.encode()))
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in TAKES_ONE_CALL])
@@ -188,13 +180,26 @@ def test_required_takes_no_text_and_a_named_tool_no_other(walker: Walker, name: 
     assert not walker.accepts(named, written(name, twice))
 
 
+@pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=str)
+def test_a_tokenizer_may_have_the_tags_as_special_tokens(choice: ToolChoice) -> None:
+    walker = Walker(("<|end|>", "<tool_call>", "</tool_call>"))
+    matcher = matcher_of(walker, "hermes", TOOLS, choice)
+    text = written("hermes", [("ping", {"text": "</tool_call>"}), ("ping", {})])
+    assert walker.accepts(matcher, text)
+    spelled = text.encode()
+    assert not all(map(matcher.copy().advance, spelled))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_nothing_to_call_is_no_constraint(name: str) -> None:
     assert tool_format(name).constraint(TOOLS, ToolChoice(ToolMode.NONE)) is None
     assert tool_format(name).constraint((), AUTO) is None
 
 
-UNENFORCEABLE = {"type": "object", "properties": {"text": {"not": {"type": "string"}}}}
+UNENFORCEABLE = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "pattern": "^(?=x)"}},
+}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -210,22 +215,13 @@ def test_a_schema_that_cannot_be_enforced_loosens_its_own_tool_alone(
     assert not walker.accepts(matcher, written(name, [("weather", {"city": "Rome"})]))
 
 
-@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_strict_schema_that_cannot_be_enforced_is_refused(walker: Walker, name: str) -> None:
     strict = [Tool(name="odd", parameters=UNENFORCEABLE, strict=True)]
     spec = tool_format(name).constraint(strict, REQUIRED)
     assert spec is not None
     with pytest.raises(GrammarError):
-        walker.lark(spec)
-
-
-def test_a_strict_schema_is_compiled_as_it_is(walker: Walker) -> None:
-    """llguidance itself refuses it, where a loose one would have been replaced."""
-    strict = [Tool(name="odd", parameters=UNENFORCEABLE, strict=True)]
-    spec = tool_format("hermes").constraint(strict, REQUIRED)
-    assert spec is not None
-    with pytest.raises(AssertionError, match="not"):
-        walker.matcher(walker.lark(spec))
+        walker.matcher(spec)
 
 
 @pytest.mark.parametrize(
