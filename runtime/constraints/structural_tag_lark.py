@@ -203,32 +203,32 @@ class LarkWriter:
     def _schema(self, node: Schema) -> str:
         if node.style == "python":
             body = python_arguments(node.schema, node.strict, self._value, self._rule)
-        elif node.style == "qwen_xml":
+            return self._rule("arguments", body)
+        if node.style == "qwen_xml":
             body = qwen_xml_arguments(node.schema, node.strict, self._value, self._rule)
-        else:
+            return self._rule("arguments", body)
+        try:
             return self._value(node.schema, node.strict)
-        return self._rule("arguments", body)
+        except GrammarError:
+            if node.strict:
+                raise
+            return self._value({"type": "object"}, True)
 
     def _value(self, schema: Any, strict: bool, options: Mapping[str, Any] | None = None) -> str:
-        """JSON by a schema; any object where that cannot be enforced and is not to be."""
+        """JSON by a schema, as a rule. Raises GrammarError.
+
+        Of a schema that is not `strict` it is tried whether it compiles, as something else can take
+        its place; one that is strict has to, and the whole is compiled anyway.
+        """
         key = json.dumps([schema, strict, dict(options or {})], ensure_ascii=False)
         if key not in self._names:
-            gated = self._gated(schema, strict)
+            gated = self._json_schema(schema)
+            if not strict and not _compiles(gated):
+                raise GrammarError("a schema cannot be enforced; simplify it")
             guidance = {**gated.get("x-guidance", {}), **(options or {})}
             body = json.dumps({**gated, "x-guidance": guidance}, ensure_ascii=False)
             self._names[key] = self._rule("json", f"%json {body}")
         return self._names[key]
-
-    def _gated(self, schema: Any, strict: bool) -> Mapping[str, Any]:
-        if strict:
-            return self._json_schema(schema)
-        try:
-            gated = self._json_schema(schema)
-        except GrammarError:
-            gated = None
-        if gated is None or not _compiles(gated):
-            return self._json_schema({"type": "object"})
-        return gated
 
     def _one_of(self, ends: Sequence[str]) -> str:
         """The ends as literals; nothing if there are none."""

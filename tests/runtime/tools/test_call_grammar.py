@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,33 @@ def test_the_reader_reads_what_the_grammar_generates(
     assert num_calls >= num_whole
 
 
+CONTRADICTORY = "extract_parameters_v1"  # it requires a list that is one of some strings
+BFCL = Path(__file__).parents[2] / "data" / "bfcl" / "functions.jsonl"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_real_functions_are_read_and_satisfy_their_schemas(
+    walker: Walker, name: str
+) -> None:
+    """Two walks for each of the 300 functions of BFCL that are vendored."""
+    rng = random.Random(name)
+    num_whole = 0
+    functions = [json.loads(line) for line in BFCL.read_text().splitlines()]
+    for function in functions:
+        tools = tools_of(**{function["name"]: function["parameters"]})
+        validator = Draft202012Validator(function["parameters"])
+        matcher = matcher_of(walker, name, tools, REQUIRED)
+        for text in filter(None, (walker.draw(matcher, rng) for _ in range(2))):
+            transcript = read(name, [text], tools)
+            assert transcript.content == "" and transcript.calls, text
+            for _, arguments in transcript.calls:
+                if function["name"] != CONTRADICTORY:
+                    validator.validate(json.loads(arguments))
+            num_whole += 1
+    assert num_whole > len(functions)
+
+
 def beginning(name: str) -> str:
     """What makes an answer of free text one of calls."""
     if name in ("hermes", "qwen3_coder"):
@@ -213,6 +241,19 @@ def test_a_schema_that_cannot_be_enforced_loosens_its_own_tool_alone(
         matcher, written(name, [("weather", {"city": "Rome", "units": "metric"})])
     )
     assert not walker.accepts(matcher, written(name, [("weather", {"city": "Rome"})]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_schema_that_nothing_satisfies_does_not_refuse_the_others(
+    walker: Walker, name: str
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"value": {"type": "array", "enum": ["a", "b"]}},
+        "required": ["value"],
+    }
+    matcher = matcher_of(walker, name, tools_of(odd=parameters, weather=WEATHER), REQUIRED)
+    assert walker.accepts(matcher, written(name, [("odd", {"value": "a"})]))
 
 
 @pytest.mark.parametrize("name", FORMATS)
