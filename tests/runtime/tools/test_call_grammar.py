@@ -1,7 +1,9 @@
 """Grammar and reader are of one definition: what one writes the other reads, and back."""
 
+import itertools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +168,12 @@ def test_free_answers_may_be_any_text_and_are_read_as_it(walker: Walker, name: s
 def test_a_trigger_of_free_text_has_to_go_on_as_a_call(walker: Walker, name: str) -> None:
     matcher = matcher_of(walker, name, TOOLS, AUTO)
     text = written(name, [("ping", {"text": "x"})])
-    start = beginning(name).replace("weather", "ping")
-    for end in range(len(start), len(text)):
-        if text[:end].endswith(("[TOOL_CALLS", "[ARGS")) or end < text.find("[ARGS]") + 6:
-            continue
-        assert not walker.accepts(matcher, text[:end]), text[:end]
+    parts = re.findall("|".join([*map(re.escape, walker.special), "."]), text, re.DOTALL)
+    start = len(beginning(name).replace("weather", "ping"))
+    cuts = [cut for cut in itertools.accumulate(parts) if start <= len(cut) < len(text)]
+    assert cuts
+    for cut in cuts:
+        assert not walker.accepts(matcher, cut), cut
 
 
 @pytest.mark.parametrize("name", FORMATS)
