@@ -17,7 +17,6 @@ MAX_DEPTH = 32  # schemas within each other
 _ANNOTATIONS = frozenset(
     "title description default examples $schema $comment $defs definitions deprecated".split()
 )
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Escapes that mean the same in JSON and in Python, where \u may be half of a character.
 _PYTHON_OPTIONS: Mapping[str, Any] = MappingProxyType({"json_allowed_escapes": 'nrbtf\\"'})
 _SCALARS: Mapping[str, str] = MappingProxyType({"boolean": '("True" | "False")', "null": '"None"'})
@@ -25,7 +24,10 @@ _ALL_TYPES = ("string", "number", "boolean", "null", "array", "object")
 
 
 class WriteValue(Protocol):
-    """Writes JSON by a schema and gives the name of its rule. Raises GrammarError if `strict`."""
+    """Writes JSON by a schema and gives the name of its rule. Raises GrammarError.
+
+    Of a schema that is not `strict` it is tried whether it compiles.
+    """
 
     def __call__(
         self, schema: Any, strict: bool, options: Mapping[str, Any] | None = None
@@ -87,7 +89,7 @@ class _PythonWriter:
     def arguments(self, schema: Any) -> str:
         members = []
         for name, value, is_required in _members_of(schema):
-            if not _IDENTIFIER.fullmatch(name):
+            if not name.isidentifier():
                 raise GrammarError(f"{name!r} is no name of an argument in Python; rename it")
             members.append((f"{name}=", self._argument(value), is_required))
         return self._joined(members)
@@ -167,7 +169,7 @@ class _PythonWriter:
         return self._write_rule("literal", body)
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        return self._write_value({**schema, **self._definitions}, True, _PYTHON_OPTIONS)
+        return self._write_value({**schema, **self._definitions}, self._strict, _PYTHON_OPTIONS)
 
     def _joined(self, members: Sequence[tuple[str, str, bool]]) -> str:
         """Members with commas between those that are there."""
@@ -219,7 +221,7 @@ class _XmlWriter:
         keywords = _keywords_of(schema)
         types = _types_of(schema)
         if "string" not in types:
-            return f"{self._write_value({**schema, **self._definitions}, True)} {end}"
+            return f"{self._write_value({**schema, **self._definitions}, self._strict)} {end}"
         if "enum" in keywords or "const" in keywords:
             _check_keywords(schema, ("enum", "const", "type"))
             values = schema["enum"] if "enum" in schema else [schema["const"]]

@@ -10,8 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sapwood.runtime.constraints import lark_text
 from sapwood.runtime.constraints.argument_styles import SELF, python_arguments, qwen_xml_arguments
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.notation import notation_of
+from sapwood.runtime.constraints.regex_text import python_to_rust
+from sapwood.runtime.constraints.spec import ConstraintKind
 from sapwood.runtime.constraints.structural_tag import (
     AnyText,
     Choice,
@@ -75,9 +79,9 @@ class LarkWriter:
             case Schema():
                 return self._schema(node)
             case Pattern():
-                return self._rule("regex", _regex(node.regex))
+                return self._rule("regex", _regex(python_to_rust(node.regex)))
             case Embedded():
-                return self._rule("grammar", f"%lark {{\n{_lark_of(node)}\n}}")
+                return self._rule("grammar", f"%lark {{\n{self._embedded(node)}\n}}")
 
     def _sequence(self, parts: Sequence[Node], ends: Sequence[str]) -> str:
         parts = _flat(parts)
@@ -179,39 +183,52 @@ class LarkWriter:
             inside = "|".join(map(_escaped, excludes))
             body += f" & ~{_regex(f'{_ANYTHING}({inside}){_ANYTHING}')}"
         if excludes_at_start:
-            start = "|".join(f"({pattern})" for pattern in excludes_at_start)
+            start = "|".join(f"({python_to_rust(pattern)})" for pattern in excludes_at_start)
             body += f" & ~{_regex(f'({start}){_ANYTHING}')}"
         return self._rule("text", body, is_terminal=True)
+
+    def _embedded(self, node: Embedded) -> str:
+        """The grammar of an element in Lark, whichever notation it is in."""
+        match notation_of(node.grammar):
+            case ConstraintKind.LARK:
+                return lark_text.with_json_rewritten(node.grammar, self._json_schema)
+            case ConstraintKind.EBNF:
+                return lark_text.from_gbnf(node.grammar)
+            case _:
+                raise GrammarError(
+                    f"{node.where}.grammar has no rule in Lark's notation (name: ...) and none in "
+                    "EBNF (name ::= ...); write it in one of them"
+                )
 
     def _schema(self, node: Schema) -> str:
         if node.style == "python":
             body = python_arguments(node.schema, node.strict, self._value, self._rule)
-        elif node.style == "qwen_xml":
+            return self._rule("arguments", body)
+        if node.style == "qwen_xml":
             body = qwen_xml_arguments(node.schema, node.strict, self._value, self._rule)
-        else:
+            return self._rule("arguments", body)
+        try:
             return self._value(node.schema, node.strict)
-        return self._rule("arguments", body)
+        except GrammarError:
+            if node.strict:
+                raise
+            return self._value({"type": "object"}, True)
 
     def _value(self, schema: Any, strict: bool, options: Mapping[str, Any] | None = None) -> str:
-        """JSON by a schema; any object where that cannot be enforced and is not to be."""
+        """JSON by a schema, as a rule. Raises GrammarError.
+
+        Of a schema that is not `strict` it is tried whether it compiles, as something else can take
+        its place; one that is strict has to, and the whole is compiled anyway.
+        """
         key = json.dumps([schema, strict, dict(options or {})], ensure_ascii=False)
         if key not in self._names:
-            gated = self._gated(schema, strict)
+            gated = self._json_schema(schema)
+            if not strict and not _compiles(gated):
+                raise GrammarError("a schema cannot be enforced; simplify it")
             guidance = {**gated.get("x-guidance", {}), **(options or {})}
             body = json.dumps({**gated, "x-guidance": guidance}, ensure_ascii=False)
             self._names[key] = self._rule("json", f"%json {body}")
         return self._names[key]
-
-    def _gated(self, schema: Any, strict: bool) -> Mapping[str, Any]:
-        if strict:
-            return self._json_schema(schema)
-        try:
-            gated = self._json_schema(schema)
-        except GrammarError:
-            gated = None
-        if gated is None or not _compiles(gated):
-            return self._json_schema({"type": "object"})
-        return gated
 
     def _one_of(self, ends: Sequence[str]) -> str:
         """The ends as literals; nothing if there are none."""
@@ -315,20 +332,10 @@ def _escaped(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """A regular expression as Lark writes it; // would be a comment."""
     from llguidance import regex_to_lark
 
-    return f"/{regex_to_lark(pattern, 'd')}/"
-
-
-def _lark_of(node: Embedded) -> str:
-    """The grammar of an element in Lark, whichever notation it is in."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return str(any_to_lark(node.grammar))
-    except Exception as error:  # the converter raises many kinds
-        raise GrammarError(f"{node.where}.grammar is neither Lark nor GBNF: {error}") from error
+    return f"/{regex_to_lark(pattern, '')}/" if pattern else _EMPTY
 
 
 def _compiles(schema: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # The first that is found decides: what names fewer families stands first.
 _SIGNS: Sequence[tuple[str, str]] = (
     (r"\[ARGS\]", "mistral_args"),
+    (r"\[TOOL_CALLS\] \[", "mistral_spaced"),
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"<parameter=", "qwen3_coder"),
     (r"<tool_call>", "hermes"),

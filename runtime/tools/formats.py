@@ -16,7 +16,7 @@ from sapwood.runtime.tools.generic import GENERIC, generic_instructions, generic
 from sapwood.runtime.tools.hermes import HERMES
 from sapwood.runtime.tools.interface import ToolFormat
 from sapwood.runtime.tools.llama3 import LLAMA3
-from sapwood.runtime.tools.mistral import MISTRAL, MISTRAL_ARGS
+from sapwood.runtime.tools.mistral import MISTRAL, MISTRAL_ARGS, MISTRAL_SPACED
 from sapwood.runtime.tools.pythonic import PYTHONIC
 from sapwood.runtime.tools.qwen3_coder import QWEN3_CODER
 from sapwood.runtime.tools.tool import Tool, ToolChoice
@@ -98,6 +98,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "mistral": SyntaxToolFormat(name="mistral", syntax=MISTRAL, new_call_id=new_short_call_id),
         "mistral_args": SyntaxToolFormat(
             name="mistral_args", syntax=MISTRAL_ARGS, new_call_id=new_short_call_id
+        ),
+        "mistral_spaced": SyntaxToolFormat(
+            name="mistral_spaced", syntax=MISTRAL_SPACED, new_call_id=new_short_call_id
         ),
         "pythonic": SyntaxToolFormat(name="pythonic", syntax=PYTHONIC),
         "qwen3_coder": SyntaxToolFormat(name="qwen3_coder", syntax=QWEN3_CODER),

@@ -1,4 +1,9 @@
-"""Mistral: one special token and a list of calls; in the newer form one token for each call."""
+"""Mistral: one special token and a list of calls; in the newer form one token for each call.
+
+In templates for its SentencePiece tokenizers there is a space before the list.
+"""
+
+from dataclasses import replace
 
 from sapwood.runtime.tools.call_syntax import CallSyntax
 
@@ -12,6 +17,8 @@ MISTRAL = CallSyntax(
     closing="]",
     markers=("[TOOL_CALLS]",),
 )
+
+MISTRAL_SPACED = replace(MISTRAL, opening=" [")
 
 MISTRAL_ARGS = CallSyntax(
     trigger="[TOOL_CALLS]",

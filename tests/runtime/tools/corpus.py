@@ -52,6 +52,7 @@ _OPENERS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "hermes": ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
         "llama3": ("", "", ""),
         "mistral": ("[TOOL_CALLS][", ", ", "]"),
+        "mistral_spaced": ("[TOOL_CALLS] [", ", ", "]"),
         "mistral_args": ("[TOOL_CALLS]", "[TOOL_CALLS]", ""),
         "pythonic": ("[", ", ", "]"),
         "qwen3_coder": ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
@@ -59,7 +60,7 @@ _OPENERS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 )
 FORMATS = tuple(_OPENERS)
 TAKES_ONE_CALL = ("llama3",)
-TAKES_TEXT_BEFORE = ("hermes", "mistral", "mistral_args", "qwen3_coder")
+TAKES_TEXT_BEFORE = ("hermes", "mistral", "mistral_spaced", "mistral_args", "qwen3_coder")
 
 
 def written(name: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

@@ -102,6 +102,7 @@ TEMPLATES: Mapping[str, str] = MappingProxyType(
         "llama3": _LLAMA3,
         "mistral": _MISTRAL,
         "mistral_args": _MISTRAL_ARGS,
+        "mistral_spaced": _MISTRAL.replace("[TOOL_CALLS][", "[TOOL_CALLS] ["),
         "pythonic": _PYTHONIC,
         "qwen3_coder": _QWEN3_CODER,
     }
