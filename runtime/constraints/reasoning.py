@@ -83,8 +83,10 @@ class BlockMasks:
         self._has_text = np.zeros(vocabulary.logits_size, bool)
         self._has_text[: len(self._tokens)] = list(map(len, self._tokens))
         self._has_text[list(self._silent)] = False
-        self._near = self._near_tokens()
-        self._closing_parts = self._parts_of(automaton.closing)
+        suspects = self._suspects()
+        self._near = self._near_tokens(suspects)
+        parts = (i for i in reversed(suspects) if self._tokens[i] in automaton.closing)
+        self._closing_parts = {self._tokens[i]: i for i in parts}  # the first of equal ones
         self._block: dict[int, TokenMask] = {}
         self._content: dict[int, TokenMask] = {}
         self._first_of_closing: dict[int, int] = {}
@@ -139,26 +141,26 @@ class BlockMasks:
             return True, False
         return False, automaton.has_content(first) or automaton.phase(last) is Phase.PLAIN
 
-    def _near_tokens(self) -> list[int]:
-        """Tokens that could meet a tag or a newline."""
-        opening, closing = self.automaton.opening, self.automaton.closing
-        heads = (b"\n", *_tails(opening), *_tails(closing))
-        parts = {opening[i:j] for i in range(len(opening)) for j in range(i, len(opening) + 1)}
-        near = (
-            token_id
-            for token_id, token in enumerate(self._tokens)
-            if token.startswith(heads) or token in parts or closing in token
+    def _suspects(self) -> list[int]:
+        """Tokens with text that begin with a newline or any byte of a tag, or end the reasoning."""
+        closing = self.automaton.closing
+        firsts = {bytes([byte]) for byte in (*b"\n", *self.automaton.opening, *closing)}
+        found = (
+            i for i, token in enumerate(self._tokens) if token[:1] in firsts or closing in token
         )
-        return [token_id for token_id in near if self._has_text[token_id]]
+        return [token_id for token_id in found if self._has_text[token_id]]
 
-    def _parts_of(self, tag: bytes) -> dict[bytes, int]:
-        """A token for each part of a tag that is one."""
-        parts = {tag[i:j] for i in range(len(tag)) for j in range(i + 1, len(tag) + 1)}
-        found: dict[bytes, int] = {}
-        for token_id, token in enumerate(self._tokens):
-            if token in parts and token_id not in self._silent:
-                found.setdefault(token, token_id)
-        return found
+    def _near_tokens(self, suspects: Iterable[int]) -> list[int]:
+        """Those that could meet a tag or a newline."""
+        opening, closing, tokens = self.automaton.opening, self.automaton.closing, self._tokens
+        heads = (b"\n", *_tails(opening), *_tails(closing))
+        return [
+            token_id
+            for token_id in suspects
+            if tokens[token_id].startswith(heads)
+            or tokens[token_id] in opening
+            or closing in tokens[token_id]
+        ]
 
     def _first_token(self, text: bytes) -> int:
         """The token that is all of a part of the closing tag, or else the first that it is usually
