@@ -167,7 +167,11 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     namespace = (NamespacePart(NamespaceKind.MODEL, loaded.name),)
     limits = RequestLimits(vocab_size=info.vocab_size, max_num_seqs=config.scheduler.max_num_seqs)
     inputs = InputProcessor(
-        tokenizer, max_model_len=max_model_len, limits=limits, namespace=namespace
+        tokenizer,
+        max_model_len=max_model_len,
+        limits=limits,
+        namespace=namespace,
+        reasoning=config.model.reasoning,
     )
     return EngineParts(
         core=core,

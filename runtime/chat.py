@@ -14,6 +14,7 @@ from sapwood.runtime.errors import RequestError
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_DEPTH = 64  # of lists and objects within each other
 MAX_INTEGER_BITS = 4096  # Python writes no number of many thousand digits
 MAX_TEMPLATE_KWARGS_CHARS = 65_536  # as JSON
@@ -31,6 +32,10 @@ class ChatOptions:
     `enable_thinking`. `turns_key`: turns of conversations with another key are never continued,
     as if their texts were others.
 
+    `reasoning_effort`: for templates that know it; "none" turns the reasoning of a model off, where
+    its template can. `separate_reasoning`: what a model wrote as its reasoning is told apart from
+    the content, in `CompletionOutput.parts`; without, it is the beginning of the content.
+
     Raises RequestError, with `param` set, for what contradicts itself or is no JSON.
     """
 
@@ -39,6 +44,8 @@ class ChatOptions:
     tools: Sequence[Mapping[str, Any]] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     turns_key: str = ""
+    reasoning_effort: str | None = None
+    separate_reasoning: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.add_generation_prompt, bool | None):
@@ -53,6 +60,10 @@ class ChatOptions:
             )
         if not isinstance(self.turns_key, str):
             raise _wrong("turns_key", "must be a string")
+        if self.reasoning_effort not in (None, *REASONING_EFFORTS):
+            raise _wrong("reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
+        if not isinstance(self.separate_reasoning, bool):
+            raise _wrong("separate_reasoning", "must be true or false")
         object.__setattr__(self, "tools", _checked_tools(self.tools))
         kwargs = _checked_kwargs(self.chat_template_kwargs)
         object.__setattr__(self, "chat_template_kwargs", kwargs)

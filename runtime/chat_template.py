@@ -28,6 +28,7 @@ from sapwood.runtime.control_tokens import (
     unused_characters,
 )
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.reasoning import reasoning_tags
 from sapwood.runtime.template_meter import METER, Meter, RenderLimits, metered
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ RESERVED = frozenset(
     "messages tools documents add_generation_prompt continue_final_message raise_exception "
     "strftime_now".split()
 )
+
+
+# Variables with which templates turn reasoning off: Qwen3's and most others', DeepSeek's.
+REASONING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class ChatTemplate:
         values = _Values(
             messages=[self._known_role(message) for message in messages],
             tools=list(chat.options.tools),
-            kwargs=dict(chat.options.chat_template_kwargs),
+            kwargs=self._kwargs(chat.options),
         )
         mark, end = self._marks(values, chat.options)
         if mark is not None:
@@ -190,6 +195,39 @@ class ChatTemplate:
                     f"set; those are {', '.join(sorted(known)) or 'none'}: leave it out",
                     param="chat_template_kwargs",
                 )
+
+    def _kwargs(self, options: ChatOptions) -> dict[str, Any]:
+        """The variables that a request sets, by name or by `reasoning_effort`."""
+        kwargs = dict(options.chat_template_kwargs)
+        if options.reasoning_effort is None:
+            return kwargs
+        for name, value in self._effort(options.reasoning_effort).items():
+            if kwargs.setdefault(name, value) != value:
+                raise RequestError(
+                    f"reasoning_effort {options.reasoning_effort!r} sets {name} of the chat "
+                    "template, and chat_template_kwargs sets it otherwise; give one of them",
+                    param="reasoning_effort",
+                )
+        return kwargs
+
+    def _effort(self, effort: str) -> dict[str, Any]:
+        """What tells the template how much the model should reason."""
+        if "reasoning_effort" in self.variables:
+            return {"reasoning_effort": effort}
+        if effort != "none":
+            raise RequestError(
+                "this model's chat template knows no reasoning_effort but none; leave it out, or "
+                "limit the reasoning with max_reasoning_tokens",
+                param="reasoning_effort",
+            )
+        switches = [name for name in REASONING_SWITCHES if name in self.variables]
+        if not switches and reasoning_tags(self.source) is not None:
+            raise RequestError(
+                "this model's chat template cannot turn its reasoning off; end it at once with "
+                "max_reasoning_tokens 0",
+                param="reasoning_effort",
+            )
+        return dict.fromkeys(switches, False)
 
     @cached_property
     def _template(self) -> "Template":

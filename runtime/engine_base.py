@@ -140,7 +140,7 @@ class EngineBase(Generic[InboxT]):
         """The finished answers, which are kept for the next turn of their conversation."""
         output = builder.whole()
         for answer in output.outputs:
-            self._inputs.remember(request, answer.token_ids, answer.text)
+            self._inputs.remember(request, answer)
         return output
 
     def _remember(self, request: Request, builder: AnswerBuilder) -> None:

@@ -103,6 +103,11 @@ class Tokenizer:
         )
 
     @property
+    def chat_template(self) -> str | None:
+        """The template's text."""
+        return None if self._template is None else self._template.source
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
@@ -212,6 +217,11 @@ class Tokenizer:
         """Whether an id is a special token, which is no part of an answer's text."""
         added = self._added_tokens.get(token_id)
         return added is not None and bool(added.special)
+
+    def special_id(self, content: str) -> int | None:
+        """The id of the special token that is spelled so; None where there is none."""
+        token_id = self._backend.token_to_id(content)
+        return token_id if token_id is not None and self.is_special(token_id) else None
 
     def token_text(self, token_id: int) -> str:
         """One token as a person may read it; U+FFFD where it holds a part of a character."""

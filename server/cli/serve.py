@@ -68,6 +68,9 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer; the model's own if not given.")
     ] = None,
+    reasoning: Annotated[
+        str, typer.Option(help="How the model marks its reasoning: auto, none, or a name.")
+    ] = "auto",
     verify_model: Annotated[
         bool,
         typer.Option(
