@@ -8,18 +8,15 @@ the reasoning and goes on with content is not allowed, since no constraint has a
 token; one that goes on with the newlines behind the tag is.
 """
 
+import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sapwood.runtime.constraints.interface import (
-    GrammarError,
-    Matcher,
-    TokenMask,
-    Vocabulary,
-)
+from sapwood.runtime.constraints.interface import Matcher, TokenMask, Vocabulary
+from sapwood.runtime.errors import RequestError
 from sapwood.runtime.reasoning_block import (
     BlockAutomaton,
     Phase,
@@ -31,11 +28,32 @@ _NO_TOKENS: tuple[int, ...] = ()
 
 
 class ReasoningMatchers:
-    """Makes the matchers of one vocabulary. Thread-safe: what threads share they only add to."""
+    """Makes the matchers of one engine. Thread-safe.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    `make_vocabulary` is called when it is first needed.
+    """
+
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._make_vocabulary = make_vocabulary
         self._masks: dict[ReasoningTags, BlockMasks] = {}
+        self._lock = threading.Lock()
+
+    def prepare(
+        self,
+        tags: ReasoningTags,
+        start: ReasoningStart,
+        *,
+        is_constrained: bool,
+        max_tokens: int | None,
+    ) -> None:
+        """Work out what `around` will need of the vocabulary: a pass over it, once for some tags.
+
+        Raises RequestError where the reasoning is to be ended and no tokens spell its end.
+        """
+        if _makes_a_difference(start, is_constrained, max_tokens):
+            masks = self._masks_of(tags)
+            if max_tokens is not None:
+                masks.check_closing()
 
     def around(
         self,
@@ -45,22 +63,30 @@ class ReasoningMatchers:
         *,
         max_tokens: int | None = None,
     ) -> Matcher | None:
-        """A matcher for an answer that `inner` (None: nothing) constrains.
+        """A matcher for an answer that `inner` (None: nothing) constrains; microseconds, if it was
+        prepared.
 
         None where there is nothing to constrain. After `max_tokens` tokens of reasoning, its tags
-        not counted, the closing tag is forced, or the rest of it where the model has begun it. The
-        first matcher for some tags costs a pass over the vocabulary.
-
-        Raises GrammarError where the vocabulary cannot spell the closing tag.
+        not counted, the closing tag is forced, or the rest of it where the model has begun it. That
+        may cut the reasoning within a character.
         """
-        if start is ReasoningStart.CLOSED or (inner is None and max_tokens is None):
+        if not _makes_a_difference(start, inner is not None, max_tokens):
             return inner
-        masks = self._masks.get(tags)
-        if masks is None:
-            masks = self._masks.setdefault(tags, BlockMasks(self._vocabulary, tags.automaton))
-        if max_tokens is not None:
-            masks.first_of_closing(masks.automaton.start(ReasoningStart.OPEN))
+        masks = self._masks_of(tags)
         return ReasoningMatcher(masks, masks.automaton.start(start), inner, max_tokens)
+
+    def _masks_of(self, tags: ReasoningTags) -> "BlockMasks":
+        with self._lock:
+            if tags not in self._masks:
+                self._masks[tags] = BlockMasks(self._make_vocabulary(), tags.automaton)
+            return self._masks[tags]
+
+
+def _makes_a_difference(
+    start: ReasoningStart, is_constrained: bool, max_tokens: int | None
+) -> bool:
+    """Whether reasoning in front of an answer changes what may come next."""
+    return start is not ReasoningStart.CLOSED and (is_constrained or max_tokens is not None)
 
 
 class BlockMasks:
@@ -108,15 +134,18 @@ class BlockMasks:
         return self.automaton.run(state, self._tokens[token_id])
 
     def first_of_closing(self, state: int) -> int:
-        """The first token of what the closing tag lacks, in REASONING.
-
-        Raises GrammarError where no token begins with it.
-        """
+        """The first token of what the closing tag lacks, in REASONING."""
         token_id = self._first_of_closing.get(state)
         if token_id is None:
             rest = self.automaton.closing[self.automaton.num_closing_bytes(state) :]
             token_id = self._first_of_closing[state] = self._first_token(rest)
         return token_id
+
+    def check_closing(self) -> None:
+        """Raise RequestError where the closing tag cannot be spelled, wherever it was begun."""
+        start = self.automaton.start(ReasoningStart.OPEN)
+        for state in range(start, start + len(self.automaton.closing)):
+            self.first_of_closing(state)
 
     def _worked_out(self, state: int) -> tuple[TokenMask, TokenMask]:
         """Both masks. Of tokens that could not meet a tag or a newline the phase says it all."""
@@ -173,9 +202,10 @@ class BlockMasks:
             return parts[first]
         fitting = [text[:n] for n in range(len(text), 0, -1) if text[:n] in parts]
         if not fitting:
-            raise GrammarError(
+            raise RequestError(
                 f"no token of this model begins {text.decode(errors='replace')!r}, so its "
-                "reasoning cannot be ended; leave max_reasoning_tokens out"
+                "reasoning cannot be ended; leave max_reasoning_tokens out",
+                param="max_reasoning_tokens",
             )
         return parts[fitting[0]]
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
+from sapwood.runtime.constraints.interface import TokenMask, Vocabulary
 from sapwood.runtime.constraints.reasoning import ReasoningMatcher, ReasoningMatchers
+from sapwood.runtime.errors import RequestError
 from sapwood.runtime.reasoning_block import ReasoningStart, ReasoningTags
 from tests.runtime.tiny_tokenizers import byte_level, tokenizer_of
 
@@ -120,7 +121,9 @@ def matcher_of(
     max_tokens: int | None = None,
 ) -> ReasoningMatcher:
     inner = None if choices is None else ChoiceMatcher(vocabulary, choices)
-    matcher = ReasoningMatchers(vocabulary).around(inner, tags, start, max_tokens=max_tokens)
+    matchers = ReasoningMatchers(lambda: vocabulary)
+    matchers.prepare(tags, start, is_constrained=inner is not None, max_tokens=max_tokens)
+    matcher = matchers.around(inner, tags, start, max_tokens=max_tokens)
     assert isinstance(matcher, ReasoningMatcher)
     return matcher
 
@@ -264,7 +267,7 @@ def test_newlines_of_the_constraint_come_after_those_of_the_block() -> None:
 
 def test_a_closed_start_is_the_constraint_itself() -> None:
     inner = ChoiceMatcher(VOCABULARIES[0])
-    matchers = ReasoningMatchers(VOCABULARIES[0])
+    matchers = ReasoningMatchers(lambda: VOCABULARIES[0])
     assert matchers.around(inner, THINK, CLOSED, max_tokens=3) is inner
     assert matchers.around(None, THINK, OPEN) is None
 
@@ -325,7 +328,7 @@ def test_a_tokenizer_that_puts_a_space_in_front_still_spells_the_tag() -> None:
 
 def test_a_vocabulary_that_cannot_spell_the_tag_is_refused() -> None:
     tags = ReasoningTags("<think>", "(end)")
-    with pytest.raises(GrammarError, match="max_reasoning_tokens"):
+    with pytest.raises(RequestError, match="max_reasoning_tokens"):
         matcher_of(VOCABULARIES[0], tags=tags, max_tokens=5)
 
 
