@@ -226,6 +226,46 @@ def test_a_variable_that_is_not_the_callers_is_refused_with_those_that_are(name:
         render(SMOLLM2, CHATS[0], chat_template_kwargs={name: "x"})
 
 
+EFFORTS = "{{ messages[0].content }} reasoning: {{ reasoning_effort }}"
+ALWAYS = "{{ messages[0].content.split('</think>')[-1] }}<think>"
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "ends"),
+    [
+        (THINKER, "none", "<think></think>plain<s>"),
+        (THINKER.replace("enable_thinking", "thinking"), "none", "<think></think>plain<s>"),
+        (EFFORTS, "none", "reasoning: none"),
+        (EFFORTS, "high", "reasoning: high"),
+        (SMOLLM2, "none", "assistant\n"),
+    ],
+)
+def test_effort_is_told_to_a_template_in_its_own_words(source: str, effort: str, ends: str) -> None:
+    assert render(source, CHATS[0], reasoning_effort=effort).endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        (THINKER, {"reasoning_effort": "high"}, "max_reasoning_tokens"),
+        (SMOLLM2, {"reasoning_effort": "low"}, "knows no reasoning_effort but none"),
+        (ALWAYS, {"reasoning_effort": "none"}, "max_reasoning_tokens 0"),
+        (EFFORTS, {"reasoning_effort": "much"}, "must be one of none"),
+        (
+            THINKER,
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "give one of them",
+        ),
+    ],
+)
+def test_an_effort_that_a_template_cannot_make_is_refused(
+    source: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says) as refusal:
+        render(source, CHATS[0], **options)
+    assert refusal.value.param == "reasoning_effort"
+
+
 def test_tools_are_given_to_templates_that_know_them_and_refused_else() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert '"name": "f"' in render(THINKER, CHATS[0], tools=tools)
