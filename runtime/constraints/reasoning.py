@@ -93,7 +93,7 @@ class BlockMasks:
     """For each state of a block's automaton, the tokens that may follow, worked out at first use.
 
     Thread-safe: a mask that two threads work out at once is the same. A mask costs a look at the
-    few thousand tokens that could meet a tag or a newline.
+    few hundred tokens that could meet a tag or a newline.
     """
 
     def __init__(self, vocabulary: Vocabulary, automaton: BlockAutomaton) -> None:
