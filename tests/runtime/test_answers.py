@@ -1,6 +1,7 @@
 """Several answers, prompt log-probabilities and reasoning through the engine, on a tiny random
 model; and what is told of answers that are written in a format."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from sapwood import Engine, FinishReason, RequestError, RequestOutput, SamplingP
 from sapwood.runtime.answer_format import AnswerParts
 from sapwood.runtime.answers import AnswerBuilder
 from sapwood.runtime.chat import Chat, ChatOptions
+from sapwood.runtime.constraints.spec import ConstraintSpec, Whitespace
 from sapwood.runtime.outputs import RequestMetrics
 from sapwood.runtime.reasoning import REASONING_TAGS, ReasoningFormat
 from sapwood.runtime.reasoning_block import ReasoningStart
@@ -302,3 +304,34 @@ def test_a_cap_is_refused_by_models_that_do_not_reason(engine: Engine, thinker: 
         pytest.raises(RequestError, match="leave it out"),
     ):
         other.generate(Chat(QUESTION), CAPPED)
+
+
+def test_the_content_satisfies_its_constraint_with_and_without_reasoning(thinker: Path) -> None:
+    """Whoever appends what is forced, and for every answer of several."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["fox", "dog"]}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    constraint = ConstraintSpec.json_schema(schema, whitespace=Whitespace.COMPACT)
+    both = (ChatOptions(), ChatOptions(reasoning_effort="none"))
+    told = []
+    for jump_forward in (True, False):
+        with tiny_engine(thinker, jump_forward=jump_forward, quantize="none") as engine:
+            for seed, options in itertools.product(range(4), both):
+                sampling = SamplingParams(
+                    max_tokens=200, max_reasoning_tokens=8, seed=seed, n=2, constraint=constraint
+                )
+                [output] = engine.generate(Chat(QUESTION, options), sampling)
+                for answer in output.outputs:
+                    assert answer.finish_reason is FinishReason.STOP
+                    assert answer.parts is not None
+                    assert set(json.loads(answer.parts.content)) == {"name", "age"}
+                    reasons = options.reasoning_effort is None
+                    assert answer.text.count("</think>") == reasons
+                    assert (answer.num_reasoning_tokens > 0) == reasons
+                    told.append(answer.token_ids)
+            assert_nothing_held(engine)
+    half = len(told) // 2
+    assert told[:half] == told[half:]
