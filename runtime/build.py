@@ -118,7 +118,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         kernels=kernels,
     )
     assert loaded.path is not None, "a name always leads to a folder"
-    tokenizer = Tokenizer.from_folder(loaded.path)
+    tokenizer = Tokenizer.from_folder(loaded.path, tool_format=config.model.tool_format)
     block_size = config.cache.block_size
     spec = loaded.model.kv_spec(1, block_size)
     num_blocks = _num_blocks(config, spec.num_bytes, device)

@@ -149,5 +149,5 @@ def _reaches(turn: Turn, last: Turn) -> bool:
 def _options_digest(rendered: RenderedChat) -> bytes:
     """Of what changes how earlier messages are rendered."""
     options = rendered.options
-    what = [list(options.tools), dict(options.chat_template_kwargs), options.reasoning_effort]
+    what = [list(rendered.told_tools), dict(options.chat_template_kwargs), options.reasoning_effort]
     return blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=32).digest()

@@ -8,13 +8,14 @@ import logging
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from sapwood.radix import Namespace
 from sapwood.runtime.answer_format import AnswerFormat
-from sapwood.runtime.chat import Chat, Message
+from sapwood.runtime.chat import Chat, ChatOptions, Message
 from sapwood.runtime.chat_encoder import ChatEncoder, EncodedChat
 from sapwood.runtime.chat_template import RenderedChat
 from sapwood.runtime.errors import ContextLengthError, RequestError
@@ -25,6 +26,7 @@ from sapwood.runtime.request import Request, TokenIds
 from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
+from sapwood.runtime.tool_use import ToolUse, tool_use
 from sapwood.runtime.turns import PrefixReport
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,9 @@ class InputProcessor:
             raise RequestError(
                 f"sampling must be SamplingParams, not {type(sampling).__name__}", param="sampling"
             )
+        tools = tool_use(_options_of(prompt), self._tokenizer.tool_format)
+        if tools is not None and sampling.max_tokens != 0:
+            sampling = replace(sampling, constraint=tools.constraint(sampling.constraint))
         chat = self._encoded_chat(prompt) if _is_chat(prompt) else None
         token_ids = self._token_ids(prompt) if chat is None else chat.token_ids
         if not len(token_ids):
@@ -88,7 +93,7 @@ class InputProcessor:
         if room < 1:
             raise self._too_long(prompt, str(len(token_ids)))
         self._limits.check(sampling, len(token_ids), self._tokenizer.eos_token_ids)
-        answer_format = self._answer_format(chat, sampling)
+        answer_format = self._answer_format(chat, sampling, tools)
         token_ids.flags.writeable = False
         caller_id = caller_id if caller_id is not None else f"req-{uuid.uuid4().hex}"
         if chat is not None and chat.divergence is not None:
@@ -138,7 +143,7 @@ class InputProcessor:
         return self._encoded_chat(chat).report
 
     def _answer_format(
-        self, chat: EncodedChat | None, sampling: SamplingParams
+        self, chat: EncodedChat | None, sampling: SamplingParams, tools: ToolUse | None
     ) -> AnswerFormat | None:
         """How the answer is read."""
         tags = self._reasoning_tags
@@ -149,9 +154,10 @@ class InputProcessor:
                 "with the engine's option reasoning",
                 param="max_reasoning_tokens",
             )
+        inner = None if tools is None else tools.answer_format
         if tags is None or chat is None:
-            return None
-        return _reasoning_format(tags, chat.rendered)
+            return inner
+        return _reasoning_format(tags, chat.rendered, inner)
 
     def _visible_tokens(self, answer_format: AnswerFormat | None) -> Mapping[int, bytes]:
         """Special tokens that whoever reads the answer has to see."""
@@ -206,12 +212,14 @@ class InputProcessor:
         return ids.astype(np.int32)
 
 
-def _reasoning_format(tags: ReasoningTags, rendered: RenderedChat) -> ReasoningFormat:
-    """How a model that reasons answers this conversation."""
+def _reasoning_format(
+    tags: ReasoningTags, rendered: RenderedChat, inner: AnswerFormat | None
+) -> ReasoningFormat:
+    """How a model that reasons answers this conversation, after its reasoning as `inner` says."""
     options = rendered.options
     open_message = rendered.messages[-1]["content"] if options.continue_final_message else None
     start = reasoning_start(tags, rendered.text, open_message)
-    return ReasoningFormat(tags=tags, start=start, separate=options.separate_reasoning)
+    return ReasoningFormat(tags=tags, start=start, separate=options.separate_reasoning, inner=inner)
 
 
 def _is_chat(prompt: Any) -> TypeGuard[Chat | Sequence[Message]]:
@@ -223,6 +231,10 @@ def _is_chat(prompt: Any) -> TypeGuard[Chat | Sequence[Message]]:
     )
 
 
+def _options_of(prompt: Input) -> ChatOptions:
+    return prompt.options if isinstance(prompt, Chat) else ChatOptions()
+
+
 def _is_open(prompt: Input) -> bool:
     """Whether a conversation's last message is the beginning of the answer."""
-    return isinstance(prompt, Chat) and prompt.options.continue_final_message
+    return _options_of(prompt).continue_final_message

@@ -27,6 +27,7 @@ class Rule:
 SERVER_PUBLIC = tuple(
     f"sapwood.runtime.{name}"
     for name in (
+        "answer_format",
         "async_engine",
         "build",
         "chat",
@@ -126,6 +127,7 @@ TORCH_FREE = (
     "runtime/errors.py",
     "runtime/noise.py",
     "runtime/outputs.py",
+    "runtime/plain_json.py",
     "runtime/policy.py",
     "runtime/reasoning.py",
     "runtime/reasoning_block.py",
@@ -141,6 +143,8 @@ TORCH_FREE = (
     "runtime/stop_regex.py",
     "runtime/template_meter.py",
     "runtime/tokenizer.py",
+    "runtime/tool_use.py",
+    "runtime/turn_rules.py",
     "runtime/turns.py",
 )
 CLOCKS = ("time", "datetime")

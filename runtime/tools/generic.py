@@ -19,6 +19,7 @@ GENERIC = CallSyntax(
     separator="\n",
 )
 
+_ANSWER = "\nAnswer my question in plain words."
 _FORM = '{"name": "tool name", "arguments": {"argument": "value"}}'
 
 
@@ -44,9 +45,14 @@ def generic_messages(
     """The conversation in system, user and assistant messages of text alone.
 
     `instructions` end the first message if that is the system's, or are one before all others.
-    Calls are the text that the model would have written; their results are the user's.
+    Calls are the text that the model would have written; their results are the user's, who asks for
+    an answer after the last of them: SmolLM2-135M else repeats the call.
     """
-    texts = [_as_text(message) for message in messages]
+    followers = [message["role"] for message in messages[1:]]
+    texts = [
+        _as_text(message, asks=follower != "tool")
+        for message, follower in zip(messages, (*followers, None), strict=True)
+    ]
     if not instructions:
         return texts
     if texts and texts[0]["role"] in ("system", "developer"):
@@ -61,9 +67,10 @@ def _described(tool: Tool) -> str:
     return json.dumps(function, ensure_ascii=False)
 
 
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_text(message: Mapping[str, Any], *, asks: bool) -> Mapping[str, Any]:
     if message["role"] == "tool":
-        return {"role": "user", "content": f"Result of the tool: {message['content']}"}
+        asked = _ANSWER if asks else ""
+        return {"role": "user", "content": f"The tool answered: {message['content']}{asked}"}
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -71,6 +71,9 @@ def serve(
     reasoning: Annotated[
         str, typer.Option(help="How the model marks its reasoning: auto, none, or a name.")
     ] = "auto",
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto, or the name of a format.")
+    ] = "auto",
     verify_model: Annotated[
         bool,
         typer.Option(

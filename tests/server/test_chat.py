@@ -154,9 +154,6 @@ async def test_fields_that_change_nothing_are_taken(client, engine, fields):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("use_beam_search", True),
         ("modalities", ["text", "audio"]),
