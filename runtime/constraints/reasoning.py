@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sapwood.runtime.constraints.interface import Matcher, TokenMask, Vocabulary
+from sapwood.runtime.constraints.token_masks import has_token, mask_of
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.reasoning_block import (
     BlockAutomaton,
@@ -155,8 +155,12 @@ class BlockMasks:
         is_content = nothing if is_reasoning else ~nothing
         for token_id in self._near:
             is_block[token_id], is_content[token_id] = self._sides(state, token_id)
-        block = self._block[state] = _packed(is_block, self.mask_size)
-        content = self._content[state] = _packed(is_content, self.mask_size)
+        block = self._block[state] = mask_of(
+            np.flatnonzero(is_block).astype(np.int32), self.mask_size
+        )
+        content = self._content[state] = mask_of(
+            np.flatnonzero(is_content).astype(np.int32), self.mask_size
+        )
         return block, content
 
     def _sides(self, state: int, token_id: int) -> tuple[bool, bool]:
@@ -358,7 +362,7 @@ class ReasoningMatcher:
         if self._must_close:
             is_allowed = token_id == self._masks.first_of_closing(self._state)
         else:
-            is_allowed = _has(self._masks.block(self._state), token_id)
+            is_allowed = has_token(self._masks.block(self._state), token_id)
         if is_allowed:
             self._state = self._masks.after(self._state, token_id)
             self._num_reasoning_tokens += 1
@@ -366,7 +370,7 @@ class ReasoningMatcher:
 
     def _take_either(self, token_id: int) -> bool:
         after = self._masks.after(self._state, token_id)
-        if _has(self._masks.block(self._state), token_id):
+        if has_token(self._masks.block(self._state), token_id):
             if self._masks.automaton.phase(after) is Phase.OPENING:
                 self._opening.append(token_id)
                 self._follow_opening()
@@ -374,7 +378,7 @@ class ReasoningMatcher:
                 self._unfollow_opening()
         elif self._inner is not None and not (
             self._may_be_content
-            and _has(self._masks.content(self._state), token_id)
+            and has_token(self._masks.content(self._state), token_id)
             and self._inner.advance(token_id)
         ):
             return False
@@ -393,7 +397,7 @@ class ReasoningMatcher:
             return
         mask = np.empty(self._masks.mask_size, np.int32)
         for token_id in self._opening[self._num_followed :]:
-            if self._inner.fill_mask(mask) and not _has(mask, token_id):
+            if self._inner.fill_mask(mask) and not has_token(mask, token_id):
                 return  # before `advance`: a matcher may be of no use after it refused
             self._inner.advance(token_id)
             self._num_followed += 1
@@ -424,17 +428,6 @@ class ReasoningMatcher:
 def _fill_only(mask: TokenMask, token_id: int) -> None:
     mask.fill(0)
     mask[token_id >> 5] = np.uint32(1 << (token_id & 31)).view(np.int32)
-
-
-def _has(mask: TokenMask, token_id: int) -> bool:
-    return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)
-
-
-def _packed(flags: NDArray[np.bool_], mask_size: int) -> TokenMask:
-    """Token masks of bool [logits_size]."""
-    padded = np.zeros(mask_size * 32, bool)
-    padded[: len(flags)] = flags
-    return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _tails(tag: bytes) -> list[bytes]:
