@@ -39,12 +39,14 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of completion_tokens
 
     def add(self, output: RequestOutput, *, is_first: bool) -> None:
         if is_first:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_tokens += output.num_cached_tokens
         self.completion_tokens += output.num_generated_tokens
+        self.reasoning_tokens += output.num_reasoning_tokens
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -52,6 +54,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -198,6 +201,8 @@ class ChatAnswer(OpenAIAnswer):
             "content": parts.content or (None if parts.tool_calls else ""),
             "refusal": None,
         }
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
         if parts.tool_calls:
             message["tool_calls"] = [_call(call, call.arguments) for call in parts.tool_calls]
         return {"message": message, "logprobs": self._logprobs(index, answer)}
@@ -425,6 +430,8 @@ def _deltas(parts: AnswerParts) -> Iterator[dict[str, Any]]:
 
     A call is opened in an event of its own, with its id and name and no arguments yet.
     """
+    if parts.reasoning:
+        yield {"reasoning_content": parts.reasoning}
     if parts.content:
         yield {"content": parts.content}
     for call in parts.tool_calls:

@@ -42,7 +42,6 @@ _NO_BEAMS = (
 _ONLY_COMPLETIONS = "/v1/completions has it, conversations do not; use n, or prompt_logprobs"
 _NO_BAD_WORDS = "words are not served; ban their tokens with banned_token_ids"
 _NO_MEDIA = "only text is served; leave it out"
-_NO_REASONING = "the model does not reason apart from its answer; leave it out"
 _NO_DOCUMENTS = "documents are not served; leave it out and quote them in a message"
 _OWN_TEMPLATE = "conversations are rendered by the model's own template; leave it out"
 _NOT_YET = "not served yet; leave it out"
@@ -134,6 +133,7 @@ class Message(Lenient):
     tool_call_id: Annotated[str | None, AfterValidator(_of_tool), Field(validate_default=True)] = (
         None
     )
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, AfterValidator(_of_assistant)] = None
     function_call: Annotated[FunctionCall | None, AfterValidator(_of_assistant)] = None
     audio: Annotated[Any, refused(_NO_MEDIA)] = None
@@ -144,6 +144,7 @@ class Message(Lenient):
             "role": "tool" if self.role == "function" else self.role,
             "content": [{"type": "text", "text": part.words} for part in self.content or ()],
             "name": self.name,
+            "reasoning_content": self.reasoning_content,
             "tool_call_id": self.tool_call_id,
             "tool_calls": [call.model_dump() for call in self.tool_calls or ()] or None,
         }
@@ -296,12 +297,16 @@ class ChatRequest(OpenAIRequest):
     function_call: Annotated[Any, refused(_NO_FUNCTION_CALL, "none", "auto")] = None
     modalities: Annotated[Any, refused(_NO_MEDIA, ["text"])] = None
     audio: Annotated[Any, refused(_NO_MEDIA)] = None
-    reasoning_effort: Annotated[Any, refused(_NO_REASONING, "none")] = None
     verbosity: Annotated[Any, refused(_NOT_YET, "medium")] = None
     moderation: Annotated[Any, refused(_NOT_YET)] = None
     web_search_options: Annotated[Any, refused(_NOT_YET)] = None
     documents: Annotated[Any, refused(_NO_DOCUMENTS, [])] = None
     chat_template: Annotated[Any, refused(_OWN_TEMPLATE)] = None
+
+    max_reasoning_tokens: Int64 | None = None
+    thinking_token_budget: Int64 | None = None  # the same, as vLLM calls it
+    separate_reasoning: bool | None = None
+    reasoning_effort: str | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -310,7 +315,12 @@ class ChatRequest(OpenAIRequest):
     @property
     def names(self) -> dict[str, str]:
         """Of its own, a conversation with tools has a constraint that they make."""
-        return ({"constraint": "tools"} if self.tools else {}) | super().names
+        names = {"constraint": "tools"} if self.tools else {}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.thinking_token_budget is not None:
+            names["max_reasoning_tokens"] = "thinking_token_budget"
+        return names | super().names
 
     def chat(self) -> Chat:
         """The conversation, and how to render it. Raises RequestError, ApiError."""
@@ -325,6 +335,8 @@ class ChatRequest(OpenAIRequest):
                 parallel_tool_calls=self.parallel_tool_calls is not False,
                 chat_template_kwargs=self.chat_template_kwargs or {},
                 turns_key=self._turns_key(),
+                reasoning_effort=self.reasoning_effort,
+                separate_reasoning=self.separate_reasoning is not False,
             ),
         )
 
@@ -343,19 +355,22 @@ class ChatRequest(OpenAIRequest):
 
     def sampling(self) -> SamplingParams:
         """How to answer; without a limit, as far as the context goes. Raises ApiError."""
-        limit, older = self.max_completion_tokens, self.max_tokens
-        if limit is not None and older is not None and limit != older:
-            raise ApiError(
-                400,
-                f"max_tokens is {older} and max_completion_tokens is {limit}; give one of them",
-                param="max_tokens",
-            )
         return self._sampling(
-            {"max_tokens": "max_tokens" if limit is None else "max_completion_tokens"},
-            max_tokens=older if limit is None else limit,
+            {},
+            max_tokens=self._one_of("max_tokens", "max_completion_tokens"),
+            max_reasoning_tokens=self._one_of("max_reasoning_tokens", "thinking_token_budget"),
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
         )
+
+    def _one_of(self, name: str, other_name: str) -> Any:
+        """The value of a field that has two names."""
+        value, other = getattr(self, name), getattr(self, other_name)
+        if value is not None and other is not None and value != other:
+            raise ApiError(
+                400, f"{name} is {value} and {other_name} is {other}; give one of them", param=name
+            )
+        return value if other is None else other
 
 
 class CompletionRequest(OpenAIRequest):

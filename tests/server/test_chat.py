@@ -158,7 +158,6 @@ async def test_fields_that_change_nothing_are_taken(client, engine, fields):
         ("use_beam_search", True),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
-        ("reasoning_effort", "high"),
         ("web_search_options", {}),
         ("documents", [{"text": "x"}]),
         ("chat_template", "{{ messages }}"),
