@@ -5,12 +5,15 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from sapwood import Engine, FinishReason, RequestError, RequestOutput, SamplingParams
 from sapwood.runtime.answer_format import AnswerParts
@@ -21,6 +24,7 @@ from sapwood.runtime.outputs import RequestMetrics
 from sapwood.runtime.reasoning import REASONING_TAGS, ReasoningFormat
 from sapwood.runtime.reasoning_block import ReasoningStart
 from sapwood.runtime.request import Request, SequenceOutput
+from tests.conftest import tiny_tokenizer
 from tests.runtime.test_engine import assert_nothing_held, tiny_engine
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it does so"
@@ -335,3 +339,65 @@ def test_the_content_satisfies_its_constraint_with_and_without_reasoning(thinker
             assert_nothing_held(engine)
     half = len(told) // 2
     assert told[:half] == told[half:]
+
+
+@pytest.fixture(scope="module")
+def magistrate(
+    write_model: Callable[[Path, Mapping[str, Any]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A tiny model whose tags are special tokens, which its template does not write."""
+    vocab_size = tiny_tokenizer().get_vocab_size() + 2
+    folder = write_model(tmp_path_factory.mktemp("magistrate"), {"vocab_size": vocab_size})
+    tokenizer = Backend.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in ("[THINK]", "[/THINK]")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = THINKER.replace("<think>", "").replace("</think>", "[/THINK]")
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_tags_that_are_special_tokens_are_read_and_may_be_stops(magistrate: Path) -> None:
+    opened = Chat(
+        [*QUESTION, {"role": "assistant", "content": "[THINK]the fox"}],
+        ChatOptions(continue_final_message=True),
+    )
+    constraint = ConstraintSpec.choice(["fox", "dog"])
+    sampling = SamplingParams(max_reasoning_tokens=5, seed=1, constraint=constraint)
+    with tiny_engine(magistrate, quantize="none") as engine:
+        closing = engine.tokenizer.special_id("[/THINK]")
+        [output] = engine.generate(opened, sampling)
+        [answer] = output.outputs
+        assert answer.token_ids[5] == closing
+        assert answer.num_reasoning_tokens == 6
+        assert answer.parts is not None
+        reasoning, _, content = answer.text.partition("[/THINK]")
+        assert answer.parts.reasoning == reasoning.strip("\n")
+        assert answer.parts.content == content.lstrip("\n")
+        assert answer.parts.content in ("fox", "dog")
+        [output] = engine.generate(opened, replace(sampling, stop=("[/THINK]",)))
+        assert output.outputs[0].stop_reason == "[/THINK]"
+        assert output.outputs[0].text == reasoning
+        [output] = engine.generate(Chat(QUESTION), replace(sampling, max_tokens=60))
+        [answer] = output.outputs  # with a block or without
+        assert answer.parts is not None
+        assert answer.parts.content in ("fox", "dog")
+        assert_nothing_held(engine)
+
+
+def test_a_required_tool_call_follows_the_reasoning(thinker: Path) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
+    sampling = SamplingParams(max_tokens=300, max_reasoning_tokens=4, seed=2)
+    options = ChatOptions(tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    with tiny_engine(thinker, tool_format="generic", quantize="none") as engine:
+        [output] = engine.generate(Chat(QUESTION, options), sampling)
+        [answer] = output.outputs
+        assert answer.finish_reason is FinishReason.STOP, answer.text
+        assert answer.parts is not None
+        [call] = answer.parts.tool_calls
+        assert (call.name, json.loads(call.arguments)["city"]) == ("weather", "Rome")
+        assert answer.parts.reasoning == answer.text.partition("</think>")[0].strip("\n")
+        assert answer.parts.content == ""
