@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sapwood.runtime.tools.call_syntax import CallSyntax
-from sapwood.runtime.tools.tool import Tool, ToolChoice, ToolMode
+from sapwood.runtime.tools.tool import Tool, ToolChoice
 
 GENERIC = CallSyntax(
     bare=True,
@@ -24,17 +24,17 @@ _FORM = '{"name": "tool name", "arguments": {"argument": "value"}}'
 
 
 def generic_instructions(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:
-    """What the model is told; empty where there is nothing to call."""
-    callable_tools = choice.among(tools)
-    if not callable_tools:
+    """What the model is told; empty where there is nothing to call.
+
+    The same whichever tools may or have to be called: the constraint sees to that, and the turns
+    of a conversation, of which the first often has to call, go on from each other's tokens.
+    """
+    if not choice.among(tools):
         return ""
-    lines = ["You can call these tools:", *map(_described, callable_tools), ""]
-    if choice.mode is ToolMode.AUTO:
-        lines.append(f"To call a tool, answer only with JSON such as {_FORM}")
-        lines.append("If no tool is needed, answer in plain words.")
-    else:
-        lines.append(f"Answer only with a call as JSON, such as {_FORM}")
-    if parallel and choice.mode is not ToolMode.NAMED:
+    lines = ["You can call these tools:", *map(_described, tools), ""]
+    lines.append(f"To call a tool, answer only with JSON such as {_FORM}")
+    lines.append("If no tool is needed, answer in plain words.")
+    if parallel:
         lines.append("Write several calls on a line each.")
     return "\n".join(lines)
 
