@@ -4,6 +4,7 @@ A format is found for a conversation before it is submitted; it says what constr
 (`ConstraintSpec`) and reads it (`AnswerReader`), so that both know the same syntax.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,32 @@ class AnswerParts:
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
+
+
+def joined(pieces: Iterable[AnswerParts]) -> AnswerParts:
+    """The parts of a whole answer, each call one piece."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    calls: dict[int, list[ToolCallPiece]] = {}
+    for piece in pieces:
+        reasoning.append(piece.reasoning)
+        content.append(piece.content)
+        for call in piece.tool_calls:
+            calls.setdefault(call.index, []).append(call)
+    return AnswerParts(
+        reasoning="".join(reasoning),
+        content="".join(content),
+        tool_calls=tuple(map(_joined_call, calls.values())),
+    )
+
+
+def _joined_call(pieces: list[ToolCallPiece]) -> ToolCallPiece:
+    return ToolCallPiece(
+        index=pieces[0].index,
+        id=next((piece.id for piece in pieces if piece.id is not None), None),
+        name=next((piece.name for piece in pieces if piece.name is not None), None),
+        arguments="".join(piece.arguments for piece in pieces),
+    )
 
 
 class AnswerReader(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
+from sapwood.runtime.answer_format import AnswerParts, joined
 from sapwood.runtime.detokenizer import IncrementalDetokenizer
 from sapwood.runtime.outputs import (
     CompletionOutput,
@@ -14,9 +15,35 @@ from sapwood.runtime.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from sapwood.runtime.reasoning import ReasoningFormat
 from sapwood.runtime.request import Request, SequenceOutput
 from sapwood.runtime.scoring import PromptScores
 from sapwood.runtime.stop import StopMatcher
+
+
+class _AnswerText:
+    """The text of one answer as it comes, and what it consists of."""
+
+    def __init__(self, request: Request, token_bytes: Sequence[bytes]) -> None:
+        answer_format = request.answer_format
+        self._detokenizer = IncrementalDetokenizer(
+            token_bytes, StopMatcher.of(request.sampling), request.visible_tokens
+        )
+        self._reader = None if answer_format is None else answer_format.reader()
+        self._counter = (
+            answer_format.counter() if isinstance(answer_format, ReasoningFormat) else None
+        )
+
+    def add(self, token_ids: Sequence[int], *, finished: bool) -> tuple[str, AnswerParts | None]:
+        """The text that has become certain, and its parts where there is a format."""
+        text = self._detokenizer.add(token_ids, finished=finished)
+        return text, None if self._reader is None else self._reader.feed(text, finished=finished)
+
+    def num_reasoning(self, token_ids: Sequence[int]) -> int:
+        """How many more tokens are known to be reasoning."""
+        if self._counter is None:
+            return 0
+        return sum(map(self._counter.add, map(self._detokenizer.bytes_of, token_ids)))
 
 
 class AnswerBuilder:
@@ -26,9 +53,8 @@ class AnswerBuilder:
     def __init__(self, request: Request, token_bytes: Sequence[bytes]) -> None:
         sampling = request.sampling
         self._request = request
-        self._detokenizers = [
-            IncrementalDetokenizer(token_bytes, StopMatcher.of(sampling))
-            for _ in range(sampling.num_computed_answers)
+        self._texts = [
+            _AnswerText(request, token_bytes) for _ in range(sampling.num_computed_answers)
         ]
         self._pieces: list[RequestOutput] = []
         self._num_unfinished = sampling.num_computed_answers
@@ -42,15 +68,18 @@ class AnswerBuilder:
         """The new piece: text, tokens and log-probabilities that were not given out before."""
         self._num_unfinished -= told.finished
         text_ids = told.token_ids[:-1] if told.ended_by_token else told.token_ids
-        detokenizer = self._detokenizers[told.answer_index]
+        answer = self._texts[told.answer_index]
+        text, parts = answer.add(text_ids, finished=told.finished)
         piece = CompletionOutput(
             index=told.answer_index,
-            text=detokenizer.add(text_ids, finished=told.finished),
+            text=text,
             token_ids=told.token_ids,
             logprobs=told.logprobs if self._request.sampling.needs_logprobs else None,
             finish_reason=told.finish_reason,
             stop_reason=told.stop_reason,
             ended_by_token=told.ended_by_token,
+            parts=parts,
+            num_reasoning_tokens=answer.num_reasoning(text_ids),
         )
         output = RequestOutput(
             request_id=self._request.caller_id,
@@ -66,7 +95,7 @@ class AnswerBuilder:
     def whole(self) -> RequestOutput:
         """All pieces so far as one output; there is at least one. O(tokens)."""
         last = self._pieces[-1]
-        answers = [self._whole_answer(index) for index in range(len(self._detokenizers))]
+        answers = [self._whole_answer(index) for index in range(len(self._texts))]
         num_wanted = self._request.sampling.n
         discarded: list[CompletionOutput] = []
         if len(answers) > num_wanted:
@@ -94,6 +123,7 @@ class AnswerBuilder:
         logprobs: tuple[TokenLogprobs, ...] | None = None
         if self._request.sampling.needs_logprobs:
             logprobs = tuple(chain.from_iterable(piece.logprobs or () for piece in pieces))
+        parts = [piece.parts for piece in pieces if piece.parts is not None]
         return CompletionOutput(
             index=index,
             text="".join(piece.text for piece in pieces),
@@ -102,6 +132,8 @@ class AnswerBuilder:
             finish_reason=pieces[-1].finish_reason,
             stop_reason=pieces[-1].stop_reason,
             ended_by_token=pieces[-1].ended_by_token,
+            parts=joined(parts) if parts else None,
+            num_reasoning_tokens=sum(piece.num_reasoning_tokens for piece in pieces),
         )
 
 

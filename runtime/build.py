@@ -1,5 +1,6 @@
 """From options to a core that is ready to step."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from sapwood.radix import Namespace, NamespaceKind, NamespacePart, PrefixCache
 from sapwood.runtime.config import EngineConfig
 from sapwood.runtime.constraints.backends import Backends
 from sapwood.runtime.constraints.compiler import ConstraintCompiler
+from sapwood.runtime.constraints.reasoning import ReasoningMatchers
 from sapwood.runtime.constraints.vocabulary import vocabulary_of
 from sapwood.runtime.core import EngineCore
 from sapwood.runtime.errors import ConfigError
@@ -76,6 +78,7 @@ class EngineParts:
     inputs: InputProcessor
     tokenizer: Tokenizer
     compiler: ConstraintCompiler
+    reasoning: ReasoningMatchers
     info: EngineInfo
     namespace: Namespace
 
@@ -115,7 +118,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         kernels=kernels,
     )
     assert loaded.path is not None, "a name always leads to a folder"
-    tokenizer = Tokenizer.from_folder(loaded.path)
+    tokenizer = Tokenizer.from_folder(loaded.path, tool_format=config.model.tool_format)
     block_size = config.cache.block_size
     spec = loaded.model.kv_spec(1, block_size)
     num_blocks = _num_blocks(config, spec.num_bytes, device)
@@ -167,24 +170,23 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     namespace = (NamespacePart(NamespaceKind.MODEL, loaded.name),)
     limits = RequestLimits(vocab_size=info.vocab_size, max_num_seqs=config.scheduler.max_num_seqs)
     inputs = InputProcessor(
-        tokenizer, max_model_len=max_model_len, limits=limits, namespace=namespace
+        tokenizer,
+        max_model_len=max_model_len,
+        limits=limits,
+        namespace=namespace,
+        reasoning=config.model.reasoning,
     )
+    # Made when it is first needed, beside what the engine does meanwhile.
+    make_vocabulary = functools.cache(lambda: vocabulary_of(tokenizer, info.vocab_size))
     return EngineParts(
         core=core,
         inputs=inputs,
         tokenizer=tokenizer,
-        compiler=_make_compiler(config, tokenizer, info.vocab_size, clock),
+        compiler=ConstraintCompiler(Backends(make_vocabulary), config.constraints, clock=clock),
+        reasoning=ReasoningMatchers(make_vocabulary),
         info=info,
         namespace=namespace,
     )
-
-
-def _make_compiler(
-    config: EngineConfig, tokenizer: Tokenizer, logits_size: int, clock: Callable[[], float]
-) -> ConstraintCompiler:
-    """The vocabulary is made with the first backend, beside what the engine does meanwhile."""
-    backends = Backends(lambda: vocabulary_of(tokenizer, logits_size))
-    return ConstraintCompiler(backends, config.constraints, clock=clock)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.plain_json import check_unicode, plain_json
+from sapwood.runtime.tools import Tool, ToolChoice, checked_tool_choice, checked_tools
 
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_DEPTH = 64  # of lists and objects within each other
-MAX_INTEGER_BITS = 4096  # Python writes no number of many thousand digits
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_TEMPLATE_KWARGS_CHARS = 65_536  # as JSON
-MAX_TOOLS_CHARS = 1_048_576  # as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,19 @@ class ChatOptions:
 
     `add_generation_prompt`: end where the assistant's answer begins; None is True, but False with
     `continue_final_message`. `continue_final_message`: the last message is the beginning of the
-    answer and is left open. `tools`: JSON-schema descriptions of functions, for templates that
-    know tools. `chat_template_kwargs`: variables that this model's template reads, such as
-    `enable_thinking`. `turns_key`: turns of conversations with another key are never continued,
-    as if their texts were others.
+    answer and is left open. `chat_template_kwargs`: variables that this model's template reads,
+    such as `enable_thinking`. `turns_key`: turns of conversations with another key are never
+    continued, as if their texts were others.
+
+    `tools` are functions that the model may call, in OpenAI's shape. `tool_choice`: "auto" (the
+    default where there are tools) lets the model decide, "required" makes it call one or more,
+    {"type": "function", "function": {"name": ...}} that one, and with "none" it does not see them.
+    An answer has one call at most without `parallel_tool_calls`. Calls are told in
+    `CompletionOutput.parts`; one that was cut off has arguments that are no whole JSON object.
+
+    `reasoning_effort`: for templates that know it; "none" turns the reasoning of a model off, where
+    its template can. `separate_reasoning`: what a model wrote as its reasoning is told apart from
+    the content, in `CompletionOutput.parts`; without, it is the beginning of the content.
 
     Raises RequestError, with `param` set, for what contradicts itself or is no JSON.
     """
@@ -37,8 +46,15 @@ class ChatOptions:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     turns_key: str = ""
+    reasoning_effort: str | None = None
+    separate_reasoning: bool = True
+
+    known_tools: tuple[Tool, ...] = field(init=False, repr=False, compare=False)
+    choice: ToolChoice = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.add_generation_prompt, bool | None):
@@ -53,7 +69,17 @@ class ChatOptions:
             )
         if not isinstance(self.turns_key, str):
             raise _wrong("turns_key", "must be a string")
-        object.__setattr__(self, "tools", _checked_tools(self.tools))
+        if self.reasoning_effort not in (None, *REASONING_EFFORTS):
+            raise _wrong("reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
+        if not isinstance(self.separate_reasoning, bool):
+            raise _wrong("separate_reasoning", "must be true or false")
+        if not isinstance(self.parallel_tool_calls, bool):
+            raise _wrong("parallel_tool_calls", "must be true or false")
+        object.__setattr__(self, "known_tools", checked_tools(self.tools))
+        tools = plain_json(self.tools or (), "tools", param="tools")
+        object.__setattr__(self, "tools", tuple(tools))
+        choice = checked_tool_choice(self.tool_choice, self.known_tools)
+        object.__setattr__(self, "choice", choice)
         kwargs = _checked_kwargs(self.chat_template_kwargs)
         object.__setattr__(self, "chat_template_kwargs", kwargs)
 
@@ -86,36 +112,6 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def plain_json(value: Any, where: str, *, param: str, depth: int = 0) -> Any:
-    """A copy of a JSON value in plain dicts and lists. Raises RequestError for any other value."""
-    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
-        raise RequestError(
-            f"{where} has a whole number of more than {MAX_INTEGER_BITS} bits; send it as a string",
-            param=param,
-        )
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        _check_unicode(value, where, param)
-        return str(value)
-    if depth == MAX_DEPTH:
-        raise RequestError(
-            f"{where} is nested deeper than {MAX_DEPTH} levels; flatten it", param=param
-        )
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise RequestError(f"{where} has a key that is no string", param=param)
-        for key in value:
-            _check_unicode(key, where, param)
-        return {
-            str(key): plain_json(item, where, param=param, depth=depth + 1)
-            for key, item in value.items()
-        }
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [plain_json(item, where, param=param, depth=depth + 1) for item in value]
-    raise RequestError(f"{where} has a {type(value).__name__}, which is no JSON", param=param)
-
-
 def _plain_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _refused(f"{where} must be an object with a role and a content")
@@ -135,7 +131,7 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
 
 def _plain_content(content: Any, role: str, where: str) -> str:
     if isinstance(content, str):
-        _check_unicode(content, where, "messages")
+        check_unicode(content, where, "messages")
         return content
     if content is None:
         if role == "assistant":
@@ -151,7 +147,7 @@ def _part_text(part: Any, where: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
         raise _refused(f'{where} must be {{"type": "text", "text": ...}}; only text is served')
-    _check_unicode(text, where, "messages")
+    check_unicode(text, where, "messages")
     return text
 
 
@@ -169,14 +165,6 @@ def _parse_arguments(call: Any, where: str) -> None:
         function["arguments"] = plain_json(parsed, where, param="messages")
 
 
-def _checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise _wrong("tools", "must be a list of objects that describe functions")
-    plain = plain_json(tools, "tools", param="tools")
-    _check_size("tools", plain, MAX_TOOLS_CHARS)
-    return tuple(plain)
-
-
 def _checked_kwargs(kwargs: Any) -> dict[str, Any]:
     name = "chat_template_kwargs"
     if not isinstance(kwargs, Mapping):
@@ -190,17 +178,6 @@ def _check_size(name: str, value: Any, limit: int) -> None:
     size = len(json.dumps(value, ensure_ascii=False))
     if size > limit:
         raise _wrong(name, f"has {size} characters as JSON, at most {limit} are taken; shorten it")
-
-
-def _check_unicode(text: str, where: str, param: str) -> None:
-    """Half of a surrogate pair reaches us through JSON escapes and has no encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{where} is not valid Unicode: a lone surrogate at character {error.start}",
-            param=param,
-        ) from error
 
 
 def _wrong(name: str, what: str) -> RequestError:

@@ -31,6 +31,7 @@ class EncodedChat:
 
     token_ids: TokenIds
     num_remembered_tokens: int
+    rendered: RenderedChat
     prompt: ChatPrompt
     divergence: Divergence | None
 
@@ -81,15 +82,23 @@ class ChatEncoder:
         return EncodedChat(
             token_ids=token_ids,
             num_remembered_tokens=len(remembered),
+            rendered=rendered,
             prompt=prompt,
             divergence=self._divergence(turn, prompt, token_ids, rendered),
         )
 
     def remember(
-        self, prompt: ChatPrompt, prompt_token_ids: TokenIds, answer_ids: Sequence[int], answer: str
+        self,
+        prompt: ChatPrompt,
+        prompt_token_ids: TokenIds,
+        answer_ids: Sequence[int],
+        answer: str,
+        content: str | None = None,
     ) -> None:
-        """Keep a finished turn: the answer's text as it was given out, and all tokens generated.
+        """Keep a finished turn: the answer's text as it was generated, and all tokens generated.
 
+        `content`: what of it a client has as such, where it also has reasoning or tool calls. A
+        template that writes these as the model did continues the turn, any other does not.
         End tokens and what a stop string cut off are left out. Where no number of whole tokens has
         exactly this text, only the prompt's tokens are kept, to explain what came of it.
         """
@@ -102,6 +111,7 @@ class ChatEncoder:
                 token_ids=np.concatenate([prompt_token_ids, kept]),
                 num_prompt_tokens=len(prompt_token_ids),
                 is_exact=whole is not None,
+                content=content,
             )
         )
 
@@ -139,5 +149,5 @@ def _reaches(turn: Turn, last: Turn) -> bool:
 def _options_digest(rendered: RenderedChat) -> bytes:
     """Of what changes how earlier messages are rendered."""
     options = rendered.options
-    what = [list(options.tools), dict(options.chat_template_kwargs)]
+    what = [list(rendered.told_tools), dict(options.chat_template_kwargs), options.reasoning_effort]
     return blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=32).digest()

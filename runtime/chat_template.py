@@ -11,7 +11,7 @@ Knows nothing of token ids.
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,7 +28,10 @@ from sapwood.runtime.control_tokens import (
     unused_characters,
 )
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.reasoning import reasoning_tags
 from sapwood.runtime.template_meter import METER, Meter, RenderLimits, metered
+from sapwood.runtime.tools import ToolFormat
+from sapwood.runtime.turn_rules import joined_turns, without_system
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -40,16 +43,22 @@ RESERVED = frozenset(
 )
 
 
+# Variables with which templates turn reasoning off: Qwen3's and most others', DeepSeek's.
+REASONING_SWITCHES = ("enable_thinking", "thinking")
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
     """A conversation as text, with the messages and options that it was made of.
 
-    `messages` are plain copies (`plain_messages`), not to be changed.
+    `messages` are plain copies (`plain_messages`), not to be changed. `told_tools` is what the
+    rendering hung on of the tools.
     """
 
     content: ControlledText
     messages: list[dict[str, Any]]
     options: ChatOptions
+    told_tools: Sequence[Any] = ()
 
     @property
     def text(self) -> str:
@@ -77,12 +86,26 @@ class _Values:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A conversation as the template gets it: with `tools`, or with `instructions` in words."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any]
+    instructions: str = ""
+
+    @property
+    def told_tools(self) -> list[Any]:
+        return [self.instructions] if self.instructions else self.tools
+
+
 class ChatTemplate:
     """A Jinja template and the special tokens it may name (`bos_token`, `eos_token`, ...).
 
-    `control_tokens` are those that no message can spell. Compiled at the first `render` and kept;
-    may be used from several threads. `clock` gives seconds, by default of the thread's processor
-    time, so that a busy machine refuses nobody.
+    `control_tokens` are those that no message can spell. `tool_format` is how the model writes tool
+    calls, None where that is not known: then tools are refused. Compiled at the first `render` and
+    kept; may be used from several threads. `clock` gives seconds, by default of the thread's
+    processor time, so that a busy machine refuses nobody.
     """
 
     def __init__(
@@ -91,10 +114,12 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         control_tokens: ControlTokens | None = None,
         *,
+        tool_format: ToolFormat | None = None,
         limits: RenderLimits | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.source = source
+        self.tool_format = tool_format
         self._special_tokens = dict(special_tokens)
         self._control_tokens = control_tokens or ControlTokens(())
         self._limits = limits or RenderLimits()
@@ -108,10 +133,11 @@ class ChatTemplate:
         """
         messages = plain_messages(chat.messages)
         self._check_options(chat.options)
+        told = self._told(messages, chat.options)
         values = _Values(
-            messages=[self._known_role(message) for message in messages],
-            tools=list(chat.options.tools),
-            kwargs=dict(chat.options.chat_template_kwargs),
+            messages=told.messages,
+            tools=told.tools,
+            kwargs=self._kwargs(chat.options),
         )
         mark, end = self._marks(values, chat.options)
         if mark is not None:
@@ -125,7 +151,8 @@ class ChatTemplate:
             rendered = unescaped(rendered, ours)
         if end is not None:
             rendered = _cut_at(rendered, end)
-        return RenderedChat(self._control_tokens.read(rendered, mark), messages, chat.options)
+        content = self._control_tokens.read(rendered, mark)
+        return RenderedChat(content, messages, chat.options, told.told_tools)
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -134,6 +161,34 @@ class ChatTemplate:
 
         with _named_errors():
             return frozenset(find_undeclared_variables(self._environment.parse(self.source)))
+
+    def _told(self, messages: list[dict[str, Any]], options: ChatOptions) -> _Told:
+        """The conversation with its tools; where the template knows none, in words."""
+        messages = [self._known_role(message) for message in messages]
+        tools = options.choice.among(options.known_tools)
+        tool_format = self.tool_format
+        if tool_format is None or tool_format.knows_template:
+            return _Told(messages, [tool.as_json() for tool in options.known_tools if tools])
+        asked = (options.known_tools, options.choice)
+        parallel = options.parallel_tool_calls
+        instructions = tool_format.instructions(*asked, parallel=parallel)
+        has_results = any(message["role"] == "tool" for message in messages)
+        written = tool_format.messages(messages, *asked, parallel=parallel)
+        if has_results:
+            written = joined_turns(written)
+        if instructions and not self._takes_system:
+            written = without_system(written)
+        return _Told(list(map(dict, written)), [], instructions)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether a system message comes through. Tried once."""
+        said = "Answer in French."
+        turns = [{"role": "system", "content": said}, {"role": "user", "content": "Hello"}]
+        try:
+            return said in self._rendered(_Values(turns, [], {}), ChatOptions())
+        except RequestError:
+            return False
 
     def _marks(self, values: _Values, options: ChatOptions) -> tuple[str | None, str | None]:
         """The characters that mark quoted control tokens and the end of an open message."""
@@ -173,11 +228,8 @@ class ChatTemplate:
         return message
 
     def _check_options(self, options: ChatOptions) -> None:
-        if options.tools and "tools" not in self.variables:
-            raise RequestError(
-                "this model's chat template knows no tools; describe them in a message",
-                param="tools",
-            )
+        if options.choice.among(options.known_tools):
+            self._check_tools()
         given = options.chat_template_kwargs
         if not given:
             return
@@ -190,6 +242,56 @@ class ChatTemplate:
                     f"set; those are {', '.join(sorted(known)) or 'none'}: leave it out",
                     param="chat_template_kwargs",
                 )
+
+    def _check_tools(self) -> None:
+        """Raises RequestError where tools cannot be told to the model, or its calls not be read."""
+        known = (
+            "start the engine with a tool_format, such as generic, or describe them in a message"
+        )
+        if self.tool_format is None:
+            raise RequestError(
+                f"this model's chat template writes tool calls in a way that is not known; {known}",
+                param="tools",
+            )
+        if self.tool_format.knows_template and "tools" not in self.variables:
+            raise RequestError(
+                f"this model's chat template knows no tools, and the tool format "
+                f"{self.tool_format.name} leaves them to it; {known}",
+                param="tools",
+            )
+
+    def _kwargs(self, options: ChatOptions) -> dict[str, Any]:
+        """The variables that a request sets, by name or by `reasoning_effort`."""
+        kwargs = dict(options.chat_template_kwargs)
+        if options.reasoning_effort is None:
+            return kwargs
+        for name, value in self._effort(options.reasoning_effort).items():
+            if kwargs.setdefault(name, value) != value:
+                raise RequestError(
+                    f"reasoning_effort {options.reasoning_effort!r} sets {name} of the chat "
+                    "template, and chat_template_kwargs sets it otherwise; give one of them",
+                    param="reasoning_effort",
+                )
+        return kwargs
+
+    def _effort(self, effort: str) -> dict[str, Any]:
+        """What tells the template how much the model should reason."""
+        if "reasoning_effort" in self.variables:
+            return {"reasoning_effort": effort}
+        if effort != "none":
+            raise RequestError(
+                "this model's chat template knows no reasoning_effort but none; leave it out, or "
+                "limit the reasoning with max_reasoning_tokens",
+                param="reasoning_effort",
+            )
+        switches = [name for name in REASONING_SWITCHES if name in self.variables]
+        if not switches and reasoning_tags(self.source) is not None:
+            raise RequestError(
+                "this model's chat template cannot turn its reasoning off; end it at once with "
+                "max_reasoning_tokens 0",
+                param="reasoning_effort",
+            )
+        return dict.fromkeys(switches, False)
 
     @cached_property
     def _template(self) -> "Template":

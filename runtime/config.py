@@ -12,6 +12,8 @@ from typing import Any
 
 from sapwood.runtime.constraints import BACKENDS
 from sapwood.runtime.errors import ConfigError
+from sapwood.runtime.reasoning import REASONING_TAGS
+from sapwood.runtime.tools import TOOL_FORMATS
 
 MAX_CONSTRAINT_DEADLINE_MS = 5000
 
@@ -34,12 +36,16 @@ class ModelOptions:
     device: str = "auto"  # cpu, cuda
     kernels: str = "auto"  # a name from sapwood.kernels.KERNELS
     max_model_len: int | None = None  # tokens of prompt and answer; None: the model's own
+    reasoning: str = "auto"  # how it is marked: of REASONING_TAGS; none; auto: as the template does
+    tool_format: str = "auto"  # how calls are written: of TOOL_FORMATS; auto: as the template does
     verify_model: bool = False  # through transformers: compare with its own attention on loading
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("quantize", self.quantize, ("auto", "none", "int8"))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("reasoning", self.reasoning, ("auto", "none", *REASONING_TAGS))
+        _one_of("tool_format", self.tool_format, ("auto", *TOOL_FORMATS))
         _is_bool("verify_model", self.verify_model)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)

@@ -5,7 +5,8 @@ not depend on how its tokens were grouped, and never contains a piece of the pro
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from sapwood.runtime.stop import StopMatch, StopMatcher
 
@@ -16,11 +17,18 @@ class IncrementalDetokenizer:
     Held back are an incomplete character at the end and the longest ending that may still become
     a stop (see `StopMatcher.num_held`); nothing else. Bytes that are no UTF-8 become U+FFFD as in
     `bytes.decode(errors="replace")`. Ids outside the table add nothing: a model may have more rows
-    than its tokenizer has tokens.
+    than its tokenizer has tokens. `visible` has bytes that go before those of the table: of special
+    tokens that are text for once.
     """
 
-    def __init__(self, token_bytes: Sequence[bytes], stops: StopMatcher | None = None) -> None:
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        stops: StopMatcher | None = None,
+        visible: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> None:
         self._token_bytes = token_bytes
+        self._visible = visible
         self._matcher = StopMatcher() if stops is None else stops
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._pending = b""  # not yet given to the decoder
@@ -48,10 +56,16 @@ class IncrementalDetokenizer:
         num_held = self._matcher.num_held
         return self._decode(len(self._pending) - num_held, final=num_held > 0)
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to the text."""
+        shown = self._visible.get(token_id)
+        if shown is not None:
+            return shown
+        return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
+
     def _take_in(self, token_ids: Iterable[int]) -> StopMatch | None:
-        num_tokens = len(self._token_bytes)
         for token_id in token_ids:
-            token = self._token_bytes[token_id] if 0 <= token_id < num_tokens else b""
+            token = self.bytes_of(token_id)
             self._pending += token
             match = self._matcher.feed(token)
             if match is not None:

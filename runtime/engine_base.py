@@ -21,6 +21,7 @@ from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input, is_single
+from sapwood.runtime.reasoning import ReasoningFormat
 from sapwood.runtime.request import Request, SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class EngineBase(Generic[InboxT]):
         self.tokenizer: Tokenizer = parts.tokenizer
         self._inputs = parts.inputs
         self._compiler = parts.compiler
+        self._reasoning = parts.reasoning
         self._inboxes: dict[str, InboxT] = {}  # by request id
         self._in_flight: dict[str, str] = {}  # request id by caller's id
         self._lock = threading.Lock()  # over the two
@@ -102,10 +104,24 @@ class EngineBase(Generic[InboxT]):
                     param=name,
                 )
         now = self._clock()
-        return [
+        requests = [
             self._inputs.process(prompt, params, caller_id=caller_id, now=now)
             for prompt, params, caller_id in zip(prompts, sampling, ids, strict=True)
         ]
+        for request in requests:
+            self._prepare_reasoning(request)
+        return requests
+
+    def _prepare_reasoning(self, request: Request) -> None:
+        """Do here what may take a while: matchers are put together on an event loop."""
+        answer_format, sampling = request.answer_format, request.sampling
+        if isinstance(answer_format, ReasoningFormat):
+            self._reasoning.prepare(
+                answer_format.tags,
+                answer_format.start,
+                is_constrained=sampling.constraint is not None,
+                max_tokens=sampling.max_reasoning_tokens,
+            )
 
     def _matchers(self, requests: Sequence[Request]) -> Future[list[Matcher | None]]:
         """What becomes of the requests' constraints, as `ConstraintCompiler.matchers`."""
@@ -119,6 +135,14 @@ class EngineBase(Generic[InboxT]):
 
     def _with_matcher(self, request: Request, matcher: Matcher | None) -> Request:
         """The request with all that its answers are held to; `matcher` is of its constraint."""
+        answer_format = request.answer_format
+        if isinstance(answer_format, ReasoningFormat):
+            matcher = self._reasoning.around(
+                matcher,
+                answer_format.tags,
+                answer_format.start,
+                max_tokens=request.sampling.max_reasoning_tokens,
+            )
         return request if matcher is None else replace(request, matcher=matcher)
 
     def _streamable(self, requests: list[Request]) -> list[Request]:
@@ -140,7 +164,7 @@ class EngineBase(Generic[InboxT]):
         """The finished answers, which are kept for the next turn of their conversation."""
         output = builder.whole()
         for answer in output.outputs:
-            self._inputs.remember(request, answer.token_ids, answer.text)
+            self._inputs.remember(request, answer)
         return output
 
     def _remember(self, request: Request, builder: AnswerBuilder) -> None:

@@ -56,6 +56,7 @@ class CompletionOutput:
     stop_reason: str | int | None
     ended_by_token: bool = False
     parts: AnswerParts | None = None  # of `text`, where the answer is written in a format
+    num_reasoning_tokens: int = 0  # of `token_ids`, tags included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,11 @@ class RequestOutput:
     def num_generated_tokens(self) -> int:
         """Of all answers in this output, and of those that were left out."""
         return self.num_discarded_tokens + sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of the answers in this output."""
+        return sum(output.num_reasoning_tokens for output in self.outputs)
 
     @property
     def finished(self) -> bool:

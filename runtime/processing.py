@@ -8,18 +8,25 @@ import logging
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from sapwood.radix import Namespace
-from sapwood.runtime.chat import Chat, Message
+from sapwood.runtime.answer_format import AnswerFormat
+from sapwood.runtime.chat import Chat, ChatOptions, Message
 from sapwood.runtime.chat_encoder import ChatEncoder, EncodedChat
+from sapwood.runtime.chat_template import RenderedChat
 from sapwood.runtime.errors import ContextLengthError, RequestError
+from sapwood.runtime.outputs import CompletionOutput
+from sapwood.runtime.reasoning import ReasoningFormat, reasoning_start, reasoning_tags
+from sapwood.runtime.reasoning_block import ReasoningTags
 from sapwood.runtime.request import Request, TokenIds
 from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
+from sapwood.runtime.tool_use import ToolUse, tool_use
 from sapwood.runtime.turns import PrefixReport
 
 logger = logging.getLogger(__name__)
@@ -46,8 +53,11 @@ class InputProcessor:
         max_model_len: int,
         limits: RequestLimits,
         namespace: Namespace,
+        reasoning: str = "auto",
     ) -> None:
+        """`reasoning` is how the model marks it: a name of `REASONING_TAGS`, "none", or "auto"."""
         self._tokenizer = tokenizer
+        self._reasoning_tags = reasoning_tags(tokenizer.chat_template, reasoning)
         self._chats = ChatEncoder(tokenizer)
         self._max_model_len = max_model_len
         self._limits = limits
@@ -69,6 +79,9 @@ class InputProcessor:
             raise RequestError(
                 f"sampling must be SamplingParams, not {type(sampling).__name__}", param="sampling"
             )
+        tools = tool_use(_options_of(prompt), self._tokenizer.tool_format)
+        if tools is not None and sampling.max_tokens != 0:
+            sampling = replace(sampling, constraint=tools.constraint(sampling.constraint))
         chat = self._encoded_chat(prompt) if _is_chat(prompt) else None
         token_ids = self._token_ids(prompt) if chat is None else chat.token_ids
         if not len(token_ids):
@@ -80,6 +93,7 @@ class InputProcessor:
         if room < 1:
             raise self._too_long(prompt, str(len(token_ids)))
         self._limits.check(sampling, len(token_ids), self._tokenizer.eos_token_ids)
+        answer_format = self._answer_format(chat, sampling, tools)
         token_ids.flags.writeable = False
         caller_id = caller_id if caller_id is not None else f"req-{uuid.uuid4().hex}"
         if chat is not None and chat.divergence is not None:
@@ -101,18 +115,25 @@ class InputProcessor:
             arrival_time=now,
             namespace=self._namespace,
             chat=None if chat is None or _is_open(prompt) else chat.prompt,
+            answer_format=answer_format,
+            visible_tokens=self._visible_tokens(answer_format),
         )
 
-    def remember(self, request: Request, answer_ids: Sequence[int], answer: str) -> None:
+    def remember(self, request: Request, answer: CompletionOutput) -> None:
         """Keep what a finished conversation request was answered, for its next turn.
 
-        `answer_ids` are all tokens that were generated, `answer` is the whole text that was given
-        out. Does nothing for a request that is no conversation, nor where the caller decided on
-        tokens (biases, token lists, an open last message): others who come to have the same text
-        should not get tokens that a model would hardly choose. O(prompt + answer).
+        Does nothing for a request that is no conversation, nor where the caller decided on tokens
+        (biases, token lists, an open last message): others who come to have the same text should
+        not get tokens that a model would hardly choose. O(prompt + answer).
         """
         if request.chat is not None and request.sampling.token_edits is None:
-            self._chats.remember(request.chat, request.prompt_token_ids, answer_ids, answer)
+            self._chats.remember(
+                request.chat,
+                request.prompt_token_ids,
+                answer.token_ids,
+                answer.text,
+                None if answer.parts is None else answer.parts.content,
+            )
 
     def explain(self, chat: Chat | Sequence[Message]) -> PrefixReport:
         """How much of a conversation continues its last turn, and why no more. Raises RequestError.
@@ -120,6 +141,28 @@ class InputProcessor:
         Cost: that of tokenising. Changes nothing but the order in which turns are forgotten.
         """
         return self._encoded_chat(chat).report
+
+    def _answer_format(
+        self, chat: EncodedChat | None, sampling: SamplingParams, tools: ToolUse | None
+    ) -> AnswerFormat | None:
+        """How the answer is read."""
+        tags = self._reasoning_tags
+        if sampling.max_reasoning_tokens is not None and (tags is None or chat is None):
+            raise RequestError(
+                "max_reasoning_tokens is for conversations of a model that reasons before it "
+                "answers, and this is none; leave it out, or name the model's way of reasoning "
+                "with the engine's option reasoning",
+                param="max_reasoning_tokens",
+            )
+        inner = None if tools is None else tools.answer_format
+        if tags is None or chat is None:
+            return inner
+        return _reasoning_format(tags, chat.rendered, inner)
+
+    def _visible_tokens(self, answer_format: AnswerFormat | None) -> Mapping[int, bytes]:
+        """Special tokens that whoever reads the answer has to see."""
+        markers = () if answer_format is None else answer_format.markers
+        return {i: m.encode() for m in markers if (i := self._tokenizer.special_id(m)) is not None}
 
     def _encoded_chat(self, chat: Chat | Sequence[Message]) -> EncodedChat:
         rendered = self._chats.render(chat)
@@ -169,6 +212,16 @@ class InputProcessor:
         return ids.astype(np.int32)
 
 
+def _reasoning_format(
+    tags: ReasoningTags, rendered: RenderedChat, inner: AnswerFormat | None
+) -> ReasoningFormat:
+    """How a model that reasons answers this conversation, after its reasoning as `inner` says."""
+    options = rendered.options
+    open_message = rendered.messages[-1]["content"] if options.continue_final_message else None
+    start = reasoning_start(tags, rendered.text, open_message)
+    return ReasoningFormat(tags=tags, start=start, separate=options.separate_reasoning, inner=inner)
+
+
 def _is_chat(prompt: Any) -> TypeGuard[Chat | Sequence[Message]]:
     return isinstance(prompt, Chat) or (
         isinstance(prompt, Sequence)
@@ -178,6 +231,10 @@ def _is_chat(prompt: Any) -> TypeGuard[Chat | Sequence[Message]]:
     )
 
 
+def _options_of(prompt: Input) -> ChatOptions:
+    return prompt.options if isinstance(prompt, Chat) else ChatOptions()
+
+
 def _is_open(prompt: Input) -> bool:
     """Whether a conversation's last message is the beginning of the answer."""
-    return isinstance(prompt, Chat) and prompt.options.continue_final_message
+    return _options_of(prompt).continue_final_message

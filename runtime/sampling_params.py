@@ -153,6 +153,8 @@ class SamplingParams:
     def _check_length(self) -> None:
         _check_int("max_tokens", self.max_tokens, low=0, high=MAX_COUNT, optional=True)
         _check_int("min_tokens", self.min_tokens, low=0, high=MAX_COUNT)
+        name = "max_reasoning_tokens"
+        _check_int(name, self.max_reasoning_tokens, low=0, high=MAX_COUNT, optional=True)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_int(
             "max_reasoning_tokens", self.max_reasoning_tokens, low=1, high=MAX_COUNT, optional=True

@@ -24,6 +24,7 @@ from sapwood.runtime.checkpoint_json import field_of, token_ids_of, wrong_field
 from sapwood.runtime.control_tokens import ControlledText, ControlTokens
 from sapwood.runtime.controlled_encoder import ControlledEncoder
 from sapwood.runtime.errors import RequestError, UnsupportedModelError
+from sapwood.runtime.tools import TOOL_FORMATS, ToolFormat, detect_tool_format
 
 TokenIds = NDArray[np.int32]
 
@@ -41,6 +42,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         eos_token_ids: tuple[int, ...],
         chat_template: str | None,
+        tool_format: ToolFormat | None = None,
         model_vocab_size: int = 0,
     ) -> None:
         backend = _with_special_roles(backend)
@@ -54,16 +56,25 @@ class Tokenizer:
         control = [token.content for token in self._added_tokens.values() if token.special]
         other = [token.content for token in self._added_tokens.values() if not token.special]
         self._template = (
-            ChatTemplate(chat_template, special_tokens, ControlTokens(control, other))
+            ChatTemplate(
+                chat_template,
+                special_tokens,
+                ControlTokens(control, other),
+                tool_format=tool_format,
+            )
             if chat_template
             else None
         )
+        self.tool_format = tool_format  # None: calls are written in a way that is not known
         self.eos_token_ids = eos_token_ids
         self.bos_token_id: int | None = backend.token_to_id(special_tokens.get("bos_token", ""))
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+    def from_folder(cls, folder: str | Path, *, tool_format: str = "auto") -> "Tokenizer":
         """Read `tokenizer.json` and what the files beside it say of end tokens and chat.
+
+        `tool_format` is a name of `sapwood.runtime.tools.TOOL_FORMATS`, or "auto": the one that the
+        chat template writes.
 
         End tokens are all those that generation_config.json, config.json and the tokenizer's own
         files name. Raises UnsupportedModelError where tokenizer.json is missing or any is broken.
@@ -94,13 +105,20 @@ class Tokenizer:
             *token_ids_of(config, "eos_token_id", where="config.json"),
             *([] if end_token is None else [end_token]),
         ]
+        template = _chat_template(folder, tokenizer_config)
         return cls(
             backend,
             special_tokens=special_tokens,
             eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-            chat_template=_chat_template(folder, tokenizer_config),
+            chat_template=template,
+            tool_format=_tool_format(tool_format, template),
             model_vocab_size=field_of(text_config, "vocab_size", int, 0, where="config.json"),
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text."""
+        return None if self._template is None else self._template.source
 
     @property
     def has_chat_template(self) -> bool:
@@ -213,6 +231,11 @@ class Tokenizer:
         added = self._added_tokens.get(token_id)
         return added is not None and bool(added.special)
 
+    def special_id(self, content: str) -> int | None:
+        """The id of the special token that is spelled so; None where there is none."""
+        token_id = self._backend.token_to_id(content)
+        return token_id if token_id is not None and self.is_special(token_id) else None
+
     def token_text(self, token_id: int) -> str:
         """One token as a person may read it; U+FFFD where it holds a part of a character."""
         return self.token_raw_bytes(token_id).decode(errors="replace")
@@ -285,6 +308,11 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
                 wanted = "an object with a name and a template"
                 raise wrong_field(where, "an entry of chat_template", entry, wanted)
     return named.get("default")
+
+
+def _tool_format(name: str, template: str | None) -> ToolFormat | None:
+    found = detect_tool_format(template) if name == "auto" else name
+    return None if found is None else TOOL_FORMATS[found]
 
 
 def _byte_rule(decoder: Any) -> Callable[[str], bytes]:

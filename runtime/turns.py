@@ -57,13 +57,17 @@ class ChatPrompt:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """A finished turn. `token_ids` are those of the prompt and, if `is_exact`, of the answer; else
-    the answer has no tokens whose text it is."""
+    the answer has no tokens whose text it is.
+
+    `content` is what a client has of an answer that also had reasoning or tool calls in its text.
+    """
 
     prompt: ChatPrompt
     answer: str
     token_ids: TokenIds
     num_prompt_tokens: int
     is_exact: bool
+    content: str | None = None
 
     @property
     def keyed(self) -> bytes:
@@ -253,6 +257,8 @@ def _reason(
         return _prompt_reason(turn, prompt)
     content = next_message["content"]
     if not _has_answer(turn, [next_message]):
+        if turn.content is not None and content.strip() == turn.content.strip():
+            return "the answer's reasoning or tool calls are not in the prompt as they were written"
         return f"{where} is not the answer that was given"
     if content != turn.answer:
         return f"{where} has the answer with other white space around it"

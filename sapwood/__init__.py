@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sapwood.runtime.async_engine import AsyncEngine as AsyncEngine
+    from sapwood.runtime.chat import Chat as Chat
+    from sapwood.runtime.chat import ChatOptions as ChatOptions
     from sapwood.runtime.constraints.output_types import constraint_of as constraint_of
     from sapwood.runtime.constraints.spec import ConstraintSpec as ConstraintSpec
     from sapwood.runtime.constraints.spec import Whitespace as Whitespace
@@ -43,6 +45,8 @@ __version__ = "0.1.0"
 _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
     {
         "AsyncEngine": "sapwood.runtime.async_engine",
+        "Chat": "sapwood.runtime.chat",
+        "ChatOptions": "sapwood.runtime.chat",
         "CompletionOutput": "sapwood.runtime.outputs",
         "ConfigError": "sapwood.runtime.errors",
         "ConstraintSpec": "sapwood.runtime.constraints.spec",

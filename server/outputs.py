@@ -4,13 +4,15 @@ Both ways take the same `RequestOutput`s, of which a streamed one has only what 
 what counts, names and converts, so that they cannot disagree.
 """
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import to_json
 
+from sapwood.runtime.answer_format import AnswerParts, ToolCallPiece
 from sapwood.runtime.outputs import (
     CompletionOutput,
     FinishReason,
@@ -37,12 +39,14 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of completion_tokens
 
     def add(self, output: RequestOutput, *, is_first: bool) -> None:
         if is_first:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_tokens += output.num_cached_tokens
         self.completion_tokens += output.num_generated_tokens
+        self.reasoning_tokens += output.num_reasoning_tokens
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -50,6 +54,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -86,7 +91,7 @@ class OpenAIAnswer:
                 choice = {
                     "index": index,
                     **self._whole_choice(index, output, answer),
-                    "finish_reason": finish_reason(answer),
+                    "finish_reason": self._finish_reason(index, answer),
                     "stop_reason": answer.stop_reason,
                 }
                 choices.append(choice)
@@ -106,11 +111,14 @@ class OpenAIAnswer:
             self.started.add(index)
             choices += self._opening(index, output)
         logprobs = self._logprobs(index, answer)
-        if answer.text or (logprobs is not None and answer.token_ids):
-            piece = {"index": index, **self._piece(answer.text)}
-            choices.append(piece | {"logprobs": logprobs, "finish_reason": None})
-        if reason := finish_reason(answer):
-            last = {"index": index, **self._piece("", is_last=True), "logprobs": None}
+        said = self._said(index, answer)
+        if not said and logprobs is not None and answer.token_ids:
+            said = [self._nothing()]
+        for piece in said:
+            choices.append({"index": index, **piece, "logprobs": logprobs, "finish_reason": None})
+            logprobs = None  # they go with the first
+        if reason := self._finish_reason(index, answer):
+            last = {"index": index, **self._nothing(), "logprobs": None}
             choices.append(last | {"finish_reason": reason, "stop_reason": answer.stop_reason})
         return b"".join(sse(self._chunk([choice])) for choice in choices)
 
@@ -150,15 +158,36 @@ class OpenAIAnswer:
         """Choices that come before the first piece."""
         return []
 
-    def _piece(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
+    def _said(self, index: int, answer: CompletionOutput) -> list[dict[str, Any]]:
+        """What is new in a choice, each in an event of its own; empty where nothing is."""
         raise NotImplementedError
+
+    def _nothing(self) -> dict[str, Any]:
+        """What a choice says in an event that says nothing new."""
+        raise NotImplementedError
+
+    def _finish_reason(self, index: int, answer: CompletionOutput) -> str | None:
+        return finish_reason(answer)
 
     def _logprobs(self, index: int, answer: CompletionOutput) -> dict[str, Any] | None:
         raise NotImplementedError
 
 
+@dataclass(slots=True, kw_only=True)
 class ChatAnswer(OpenAIAnswer):
-    """`chat.completion` and `chat.completion.chunk`."""
+    """`chat.completion` and `chat.completion.chunk`.
+
+    Tool calls that an answer ends with finish it with "tool_calls", but with "stop" where the
+    caller chose the tool (`names_tool`), as OpenAI has it. One that was cut off, by a limit or by
+    a stop string, finishes it with "length": its arguments are no whole JSON object.
+
+    With `may_call` a streamed answer's content begins as null: there may be none.
+    """
+
+    may_call: bool = False
+    names_tool: bool = False
+    # The arguments of each call so far, in pieces, by choice.
+    arguments: dict[int, dict[int, list[str]]] = field(default_factory=dict)
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -166,22 +195,49 @@ class ChatAnswer(OpenAIAnswer):
     def _whole_choice(
         self, index: int, output: RequestOutput, answer: CompletionOutput
     ) -> dict[str, Any]:
-        return {
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": self._logprobs(index, answer),
+        parts = self._take_in(index, answer)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": parts.content or (None if parts.tool_calls else ""),
+            "refusal": None,
         }
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.tool_calls:
+            message["tool_calls"] = [_call(call, call.arguments) for call in parts.tool_calls]
+        return {"message": message, "logprobs": self._logprobs(index, answer)}
 
     def _whole_extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return _prompt_logprobs(outputs[0], self.tokenizer)
 
     def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": None if self.may_call else ""}
         opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         # Whole, they stand beside the choices: once.
         return [opening | (_prompt_logprobs(output, self.tokenizer) if index == 0 else {})]
 
-    def _piece(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
-        return {"delta": {} if is_last else {"content": text}}
+    def _said(self, index: int, answer: CompletionOutput) -> list[dict[str, Any]]:
+        return [{"delta": delta} for delta in _deltas(self._take_in(index, answer))]
+
+    def _nothing(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def _take_in(self, index: int, answer: CompletionOutput) -> AnswerParts:
+        """What is new in a choice, or all of it. Arguments are kept to be looked at in the end."""
+        parts = AnswerParts(content=answer.text) if answer.parts is None else answer.parts
+        for call in parts.tool_calls:
+            so_far = self.arguments.setdefault(index, {}).setdefault(call.index, [])
+            so_far.append(call.arguments)
+        return parts
+
+    def _finish_reason(self, index: int, answer: CompletionOutput) -> str | None:
+        """To be asked when all of the choice is taken in."""
+        reason, calls = finish_reason(answer), self.arguments.get(index)
+        if reason != FinishReason.STOP or not calls:
+            return reason
+        if not all(_is_object("".join(pieces)) for pieces in calls.values()):
+            return FinishReason.LENGTH
+        return reason if self.names_tool else "tool_calls"
 
     def _logprobs(self, index: int, answer: CompletionOutput) -> dict[str, Any] | None:
         if answer.logprobs is None:
@@ -244,8 +300,11 @@ class TextAnswer(OpenAIAnswer):
         """The prompt's entries, where they are part of the choice."""
         return output.prompt_logprobs or () if self.echo else ()
 
-    def _piece(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
-        return {"text": text}
+    def _said(self, index: int, answer: CompletionOutput) -> list[dict[str, Any]]:
+        return [{"text": answer.text}] if answer.text else []
+
+    def _nothing(self) -> dict[str, Any]:
+        return {"text": ""}
 
     def _logprobs(self, index: int, answer: CompletionOutput) -> dict[str, Any] | None:
         return None if answer.logprobs is None else self._listed(index, answer.logprobs)
@@ -364,6 +423,36 @@ class NativeAnswer:
                 return {"type": "length", "length": len(self.token_ids)}
             case FinishReason.ABORT:
                 return {"type": "abort", "message": "the request was aborted"}
+
+
+def _deltas(parts: AnswerParts) -> Iterator[dict[str, Any]]:
+    """What is new, in events that clients can add up by themselves.
+
+    A call is opened in an event of its own, with its id and name and no arguments yet.
+    """
+    if parts.reasoning:
+        yield {"reasoning_content": parts.reasoning}
+    if parts.content:
+        yield {"content": parts.content}
+    for call in parts.tool_calls:
+        if call.id is not None:
+            yield {"tool_calls": [{"index": call.index, **_call(call, "")}]}
+        if call.arguments:
+            more = {"index": call.index, "function": {"arguments": call.arguments}}
+            yield {"tool_calls": [more]}
+
+
+def _call(call: ToolCallPiece, arguments: str) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _is_object(text: str) -> bool:
+    """Whether it is a JSON object, whole."""
+    try:
+        return isinstance(json.loads(text, parse_int=str), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _prompt_logprobs(output: RequestOutput, tokenizer: TokenTexts) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What `/v1/chat/completions` and `/v1/completions` take: OpenAI's fields, and some of ours."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.server.body import checked
 from sapwood.server.errors import ApiError
 from sapwood.server.schemas import (
     Accepted,
@@ -31,7 +33,8 @@ from sapwood.server.schemas_constraints import OpenAIConstraintFields
 MAX_MESSAGES = 65_536
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
-_NO_TOOLS = "tool calls are not served yet; leave it out and describe the tools in a message"
+_NO_FUNCTIONS = 'send tools: [{"type": "function", "function": {...}}] instead'
+_NO_FUNCTION_CALL = 'send tool_choice instead: {"type": "function", "function": {"name": ...}}'
 _NO_BEAMS = (
     "beam search is not served: its beams are ranked together at every step, and an answer would "
     "depend on the others; use best_of, or n with a temperature"
@@ -39,7 +42,6 @@ _NO_BEAMS = (
 _ONLY_COMPLETIONS = "/v1/completions has it, conversations do not; use n, or prompt_logprobs"
 _NO_BAD_WORDS = "words are not served; ban their tokens with banned_token_ids"
 _NO_MEDIA = "only text is served; leave it out"
-_NO_REASONING = "the model does not reason apart from its answer; leave it out"
 _NO_DOCUMENTS = "documents are not served; leave it out and quote them in a message"
 _OWN_TEMPLATE = "conversations are rendered by the model's own template; leave it out"
 _NOT_YET = "not served yet; leave it out"
@@ -84,11 +86,41 @@ def _as_parts(value: Any, info: ValidationInfo) -> Any:
 _TEXT_OR_PARTS = WithJsonSchema(
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 )
+_TOOL_CHOICE = WithJsonSchema(
+    {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
+)
 Part = Annotated[ContentPart, AfterValidator(_only_text)]
 
 
+class FunctionCall(Lenient):
+    """What an assistant called. `arguments` are JSON as text, as answers have them."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class ToolCall(Lenient):
+    """One call of an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+def _of_assistant(value: Any, info: ValidationInfo) -> Any:
+    if value and info.data.get("role", "assistant") != "assistant":
+        raise PydanticCustomError("tool_calls", "only an assistant's message has tool calls")
+    return value
+
+
+def _of_tool(value: Any, info: ValidationInfo) -> Any:
+    if value is None and info.data.get("role") == "tool":
+        raise PydanticCustomError("missing", "it says which call the message answers")
+    return value
+
+
 class Message(Lenient):
-    """One turn of a conversation."""
+    """One turn of a conversation. `function_call` is the older form of one tool call."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
@@ -98,8 +130,12 @@ class Message(Lenient):
         Field(validate_default=True),
     ] = None
     name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Annotated[str | None, AfterValidator(_of_tool), Field(validate_default=True)] = (
+        None
+    )
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, AfterValidator(_of_assistant)] = None
+    function_call: Annotated[FunctionCall | None, AfterValidator(_of_assistant)] = None
     audio: Annotated[Any, refused(_NO_MEDIA)] = None
 
     def plain(self) -> dict[str, Any]:
@@ -108,9 +144,13 @@ class Message(Lenient):
             "role": "tool" if self.role == "function" else self.role,
             "content": [{"type": "text", "text": part.words} for part in self.content or ()],
             "name": self.name,
+            "reasoning_content": self.reasoning_content,
             "tool_call_id": self.tool_call_id,
-            "tool_calls": self.tool_calls or None,
+            "tool_calls": [call.model_dump() for call in self.tool_calls or ()] or None,
         }
+        if self.function_call is not None and not self.tool_calls:
+            function = self.function_call.model_dump()
+            plain["tool_calls"] = [{"type": "function", "function": function}]
         return {key: value for key, value in plain.items() if value is not None}
 
 
@@ -198,6 +238,39 @@ class OpenAIRequest(OpenAIConstraintFields):
         return sampling_params(self.names | names, common | values)
 
 
+class FunctionName(Wire):
+    class Function(Wire):
+        name: str
+
+    type: Literal["function"]
+    function: Function
+
+
+class AllowedTools(Wire):
+    """A `tool_choice`: some of the request's tools, which may or have to be called."""
+
+    class Choice(Wire):
+        mode: Literal["auto", "required"]
+        tools: Annotated[list[FunctionName], Field(min_length=1)]
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Choice
+
+    def among(self, tools: Sequence[Any]) -> list[Any]:
+        """Those of the request's tools. Raises RequestError, ApiError."""
+        names = [tool.name for tool in ChatOptions(tools=tools).known_tools]
+        allowed = [tool.function.name for tool in self.allowed_tools.tools]
+        for i, name in enumerate(allowed):
+            if name not in names:
+                known = ", ".join(names) or "none"
+                raise ApiError(
+                    400,
+                    f"{name!r} is no tool of this request ({known})",
+                    param=f"tool_choice.allowed_tools.tools[{i}].function.name",
+                )
+        return [tool for tool, name in zip(tools, names, strict=True) if name in allowed]
+
+
 class ChatRequest(OpenAIRequest):
     """The body of `POST /v1/chat/completions`."""
 
@@ -215,37 +288,65 @@ class ChatRequest(OpenAIRequest):
     prompt_cache_key: Accepted = None
     prompt_cache_options: Accepted = None
     prompt_cache_retention: Accepted = None
-    parallel_tool_calls: Accepted = None
     prediction: Accepted = None
 
-    tools: Annotated[Any, refused(_NO_TOOLS, [])] = None
-    tool_choice: Annotated[Any, refused(_NO_TOOLS, "none", "auto")] = None
-    functions: Annotated[Any, refused(_NO_TOOLS, [])] = None
-    function_call: Annotated[Any, refused(_NO_TOOLS, "none", "auto")] = None
+    tools: list[Any] | None = None
+    tool_choice: Annotated[Any, _TOOL_CHOICE] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, refused(_NO_FUNCTIONS, [])] = None
+    function_call: Annotated[Any, refused(_NO_FUNCTION_CALL, "none", "auto")] = None
     modalities: Annotated[Any, refused(_NO_MEDIA, ["text"])] = None
     audio: Annotated[Any, refused(_NO_MEDIA)] = None
-    reasoning_effort: Annotated[Any, refused(_NO_REASONING, "none")] = None
     verbosity: Annotated[Any, refused(_NOT_YET, "medium")] = None
     moderation: Annotated[Any, refused(_NOT_YET)] = None
     web_search_options: Annotated[Any, refused(_NOT_YET)] = None
     documents: Annotated[Any, refused(_NO_DOCUMENTS, [])] = None
     chat_template: Annotated[Any, refused(_OWN_TEMPLATE)] = None
 
+    max_reasoning_tokens: Int64 | None = None
+    thinking_token_budget: Int64 | None = None  # the same, as vLLM calls it
+    separate_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Of its own, a conversation with tools has a constraint that they make."""
+        names = {"constraint": "tools"} if self.tools else {}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.thinking_token_budget is not None:
+            names["max_reasoning_tokens"] = "thinking_token_budget"
+        return names | super().names
+
     def chat(self) -> Chat:
-        """The conversation, and how to render it. Raises RequestError."""
+        """The conversation, and how to render it. Raises RequestError, ApiError."""
+        tools, tool_choice = self._tools()
         return Chat(
             [message.plain() for message in self.messages],
             ChatOptions(
                 add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=bool(self.continue_final_message),
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=self.parallel_tool_calls is not False,
                 chat_template_kwargs=self.chat_template_kwargs or {},
                 turns_key=self._turns_key(),
+                reasoning_effort=self.reasoning_effort,
+                separate_reasoning=self.separate_reasoning is not False,
             ),
         )
+
+    def _tools(self) -> tuple[Sequence[Any], Any]:
+        """The tools that the model is told of, and the choice among them."""
+        tools, choice = self.tools or (), self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return tools, choice
+        allowed = checked(choice, AllowedTools, at=("tool_choice",))
+        return allowed.among(tools), allowed.allowed_tools.mode
 
     def _turns_key(self) -> str:
         """Clients that tell their users apart have turns of their own for each."""
@@ -254,19 +355,22 @@ class ChatRequest(OpenAIRequest):
 
     def sampling(self) -> SamplingParams:
         """How to answer; without a limit, as far as the context goes. Raises ApiError."""
-        limit, older = self.max_completion_tokens, self.max_tokens
-        if limit is not None and older is not None and limit != older:
-            raise ApiError(
-                400,
-                f"max_tokens is {older} and max_completion_tokens is {limit}; give one of them",
-                param="max_tokens",
-            )
         return self._sampling(
-            {"max_tokens": "max_tokens" if limit is None else "max_completion_tokens"},
-            max_tokens=older if limit is None else limit,
+            {},
+            max_tokens=self._one_of("max_tokens", "max_completion_tokens"),
+            max_reasoning_tokens=self._one_of("max_reasoning_tokens", "thinking_token_budget"),
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
         )
+
+    def _one_of(self, name: str, other_name: str) -> Any:
+        """The value of a field that has two names."""
+        value, other = getattr(self, name), getattr(self, other_name)
+        if value is not None and other is not None and value != other:
+            raise ApiError(
+                400, f"{name} is {value} and {other_name} is {other}; give one of them", param=name
+            )
+        return value if other is None else other
 
 
 class CompletionRequest(OpenAIRequest):

@@ -27,6 +27,7 @@ class Rule:
 SERVER_PUBLIC = tuple(
     f"sapwood.runtime.{name}"
     for name in (
+        "answer_format",
         "async_engine",
         "build",
         "chat",
@@ -111,6 +112,7 @@ TORCH_FREE = (
     "runtime/constraints/outlines_core_compile.py",
     "runtime/constraints/outlines_core_schema.py",
     "runtime/constraints/output_types.py",
+    "runtime/constraints/reasoning.py",
     "runtime/constraints/schema_check.py",
     "runtime/constraints/schema_text.py",
     "runtime/constraints/spec.py",
@@ -128,7 +130,10 @@ TORCH_FREE = (
     "runtime/errors.py",
     "runtime/noise.py",
     "runtime/outputs.py",
+    "runtime/plain_json.py",
     "runtime/policy.py",
+    "runtime/reasoning.py",
+    "runtime/reasoning_block.py",
     "runtime/regex_syntax.py",
     "runtime/request.py",
     "runtime/request_limits.py",
@@ -141,6 +146,7 @@ TORCH_FREE = (
     "runtime/stop_regex.py",
     "runtime/template_meter.py",
     "runtime/tokenizer.py",
+    "runtime/tool_use.py",
     "runtime/tools/__init__.py",
     "runtime/tools/answers.py",
     "runtime/tools/argument_schema.py",
@@ -162,6 +168,7 @@ TORCH_FREE = (
     "runtime/tools/text_source.py",
     "runtime/tools/tool.py",
     "runtime/tools/xml_arguments.py",
+    "runtime/turn_rules.py",
     "runtime/turns.py",
 )
 CLOCKS = ("time", "datetime")

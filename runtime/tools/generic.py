@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sapwood.runtime.tools.call_syntax import CallSyntax
-from sapwood.runtime.tools.tool import Tool, ToolChoice, ToolMode
+from sapwood.runtime.tools.tool import Tool, ToolChoice
 
 GENERIC = CallSyntax(
     bare=True,
@@ -19,21 +19,22 @@ GENERIC = CallSyntax(
     separator="\n",
 )
 
+_ANSWER = "\nAnswer my question in plain words."
 _FORM = '{"name": "tool name", "arguments": {"argument": "value"}}'
 
 
 def generic_instructions(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:
-    """What the model is told; empty where there is nothing to call."""
-    callable_tools = choice.among(tools)
-    if not callable_tools:
+    """What the model is told; empty where there is nothing to call.
+
+    The same whichever tools may or have to be called: the constraint sees to that, and the turns
+    of a conversation, of which the first often has to call, go on from each other's tokens.
+    """
+    if not choice.among(tools):
         return ""
-    lines = ["You can call these tools:", *map(_described, callable_tools), ""]
-    if choice.mode is ToolMode.AUTO:
-        lines.append(f"To call a tool, answer only with JSON such as {_FORM}")
-        lines.append("If no tool is needed, answer in plain words.")
-    else:
-        lines.append(f"Answer only with a call as JSON, such as {_FORM}")
-    if parallel and choice.mode is not ToolMode.NAMED:
+    lines = ["You can call these tools:", *map(_described, tools), ""]
+    lines.append(f"To call a tool, answer only with JSON such as {_FORM}")
+    lines.append("If no tool is needed, answer in plain words.")
+    if parallel:
         lines.append("Write several calls on a line each.")
     return "\n".join(lines)
 
@@ -44,9 +45,14 @@ def generic_messages(
     """The conversation in system, user and assistant messages of text alone.
 
     `instructions` end the first message if that is the system's, or are one before all others.
-    Calls are the text that the model would have written; their results are the user's.
+    Calls are the text that the model would have written; their results are the user's, who asks for
+    an answer after the last of them: SmolLM2-135M else repeats the call.
     """
-    texts = [_as_text(message) for message in messages]
+    followers = [message["role"] for message in messages[1:]]
+    texts = [
+        _as_text(message, asks=follower != "tool")
+        for message, follower in zip(messages, (*followers, None), strict=True)
+    ]
     if not instructions:
         return texts
     if texts and texts[0]["role"] in ("system", "developer"):
@@ -61,9 +67,10 @@ def _described(tool: Tool) -> str:
     return json.dumps(function, ensure_ascii=False)
 
 
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_text(message: Mapping[str, Any], *, asks: bool) -> Mapping[str, Any]:
     if message["role"] == "tool":
-        return {"role": "user", "content": f"Result of the tool: {message['content']}"}
+        asked = _ANSWER if asks else ""
+        return {"role": "user", "content": f"The tool answered: {message['content']}{asked}"}
     calls = message.get("tool_calls")
     if not calls:
         return message

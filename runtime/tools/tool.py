@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sapwood.runtime.chat import plain_json
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.plain_json import plain_json
 
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1_048_576  # of all of them, as JSON

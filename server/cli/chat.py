@@ -37,8 +37,15 @@ class Counts:
     generated: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what the model thought before it answered."""
+
+    text: str
+
+
 # Pieces of the answer to a conversation, and then its counts. Closing it ends the answer.
-Answer = Generator[str | Counts, None, None]
+Answer = Generator[str | Reasoning | Counts, None, None]
 Talk = Callable[[list[Message]], Answer]
 
 
@@ -100,10 +107,10 @@ def _read(console: Console) -> str | None:
 
 
 def _show(answer: Answer, console: Console) -> str:
-    """Print an answer while it comes; its text. Ctrl-C ends it early."""
+    """Print an answer while it comes; its content. Ctrl-C ends it early."""
     pieces: list[str] = []
     counts: Counts | None = None
-    started, first = time.monotonic(), 0.0
+    started, first, is_reasoning = time.monotonic(), 0.0, False
     with closing(answer):
         try:
             for piece in answer:
@@ -111,6 +118,13 @@ def _show(answer: Answer, console: Console) -> str:
                     counts = piece
                     continue
                 first = first or time.monotonic()
+                if isinstance(piece, Reasoning):
+                    is_reasoning = True
+                    console.out(piece.text, end="", style="dim")
+                    continue
+                if is_reasoning and piece:
+                    is_reasoning = False
+                    console.print("\n")
                 pieces.append(piece)
                 console.out(piece, end="")
         except KeyboardInterrupt:
@@ -153,8 +167,11 @@ def in_process(model: str, options: dict[str, Any], console: Console) -> Iterato
     def talk(messages: list[Message]) -> Answer:
         generated = 0
         for output in engine.stream(messages, sampling):
-            generated += len(output.outputs[0].token_ids)
-            yield output.outputs[0].text
+            [answer] = output.outputs
+            generated += len(answer.token_ids)
+            if answer.parts is not None and answer.parts.reasoning:
+                yield Reasoning(answer.parts.reasoning)
+            yield answer.text if answer.parts is None else answer.parts.content
         yield Counts(
             prompt=len(output.prompt_token_ids),
             cached=output.num_cached_tokens,
@@ -203,6 +220,8 @@ def _events(response: "httpx.Response") -> Answer:
         if "error" in event:
             raise EngineError(_message(data))
         for choice in event["choices"]:
+            if reasoning := choice["delta"].get("reasoning_content"):
+                yield Reasoning(reasoning)
             yield choice["delta"].get("content") or ""
         if usage := event.get("usage"):
             details = usage.get("prompt_tokens_details") or {}

@@ -68,6 +68,12 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer; the model's own if not given.")
     ] = None,
+    reasoning: Annotated[
+        str, typer.Option(help="How the model marks its reasoning: auto, none, or a name.")
+    ] = "auto",
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls: auto, or the name of a format.")
+    ] = "auto",
     verify_model: Annotated[
         bool,
         typer.Option(

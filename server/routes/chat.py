@@ -21,6 +21,7 @@ router = APIRouter(tags=["openai"])
 async def chat_completions(request: Request, serving: ServingDep) -> Response:
     body = await serving.read(request, ChatRequest)
     sampling = body.sampling()
+    chat = body.chat()
     answer = ChatAnswer(
         id=f"chatcmpl-{body.request_id or uuid4().hex}",
         model=serving.model_name(body.model),
@@ -28,9 +29,11 @@ async def chat_completions(request: Request, serving: ServingDep) -> Response:
         tokenizer=serving.engine.tokenizer,
         num_answers=sampling.n,
         include_usage=body.include_usage,
+        may_call=bool(chat.options.tools),
+        names_tool=chat.options.choice.name is not None,
     )
     work = Work(
-        prompts=[body.chat()],
+        prompts=[chat],
         sampling=[sampling],
         request_ids=[answer.id],
         names=body.names,

@@ -47,9 +47,11 @@ def base_url(request: pytest.FixtureRequest) -> Iterator[str]:
     from sapwood.server.app import create_app
 
     if request.param == "fake":
-        from tests.server.fakes import FakeEngine
+        from tests.server.fakes import FakeEngine, call
 
-        with listening(create_app(FakeEngine(max_model_len=2048))) as url:
+        must_call = call("get_weather", '{"city": "Bern", "unit": "celsius"}')
+        fake = FakeEngine(max_model_len=2048, must_call=must_call)
+        with listening(create_app(fake)) as url:
             yield url
         return
     from sapwood import AsyncEngine

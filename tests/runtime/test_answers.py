@@ -1,13 +1,30 @@
-"""Several answers and prompt log-probabilities through the engine, on a tiny random model."""
+"""Several answers, prompt log-probabilities and reasoning through the engine, on a tiny random
+model; and what is told of answers that are written in a format."""
 
-from collections.abc import Iterator
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
-from sapwood import Engine, RequestError, RequestOutput, SamplingParams
+from sapwood import Engine, FinishReason, RequestError, RequestOutput, SamplingParams
+from sapwood.runtime.answer_format import AnswerParts
+from sapwood.runtime.answers import AnswerBuilder
+from sapwood.runtime.chat import Chat, ChatOptions
+from sapwood.runtime.constraints.spec import ConstraintSpec, Whitespace
+from sapwood.runtime.outputs import RequestMetrics
+from sapwood.runtime.reasoning import REASONING_TAGS, ReasoningFormat
+from sapwood.runtime.reasoning_block import ReasoningStart
+from sapwood.runtime.request import Request, SequenceOutput
+from tests.conftest import tiny_tokenizer
 from tests.runtime.test_engine import assert_nothing_held, tiny_engine
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it does so"
@@ -124,3 +141,263 @@ def test_leaving_a_stream_ends_every_answer(engine: Engine) -> None:
     for _ in engine.stream(PROMPT, SamplingParams(n=5, max_tokens=500, ignore_eos=True)):
         break
     assert_nothing_held(engine)
+
+
+OPEN_TAG, CLOSE_TAG, END_TOKEN = 256, 257, 258  # special tokens, behind one for each byte
+TOKEN_BYTES = (*(bytes([byte]) for byte in range(256)), b"", b"", b"")
+VISIBLE = {OPEN_TAG: b"<think>", CLOSE_TAG: b"</think>"}
+WRITTEN = [*b"\n", OPEN_TAG, *"\nwhy not é?\n".encode(), CLOSE_TAG, *"\n\nSo é.".encode()]
+
+
+def request_of(
+    answer_format: ReasoningFormat | None,
+    sampling: SamplingParams,
+    visible: Mapping[int, bytes] = VISIBLE,
+) -> Request:
+    return Request(
+        request_id="0",
+        caller_id="r",
+        prompt_token_ids=np.array([1], np.int32),
+        sampling=sampling,
+        max_tokens=100,
+        seed=0,
+        eos_token_ids=(END_TOKEN,),
+        arrival_time=0.0,
+        answer_format=answer_format,
+        visible_tokens=visible,
+    )
+
+
+def told(
+    token_ids: Sequence[int], reason: FinishReason | None = None, by_token: bool = False
+) -> SequenceOutput:
+    return SequenceOutput(
+        request_id="0",
+        token_ids=tuple(token_ids),
+        finish_reason=reason,
+        ended_by_token=by_token,
+        metrics=RequestMetrics(arrival_time=0.0),
+    )
+
+
+def either(*, separate: bool = True) -> ReasoningFormat:
+    tags, start = REASONING_TAGS["think"], ReasoningStart.EITHER
+    return ReasoningFormat(tags=tags, start=start, separate=separate)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_answer_in_a_format_tells_its_parts_beside_the_text_as_it_was_written(seed: int) -> None:
+    draw, builder = (
+        random.Random(seed),
+        AnswerBuilder(request_of(either(), SamplingParams()), TOKEN_BYTES),
+    )
+    rest, pieces = [*WRITTEN, END_TOKEN], []
+    while len(rest) > 6:
+        length = draw.randint(1, 5)
+        pieces.append(builder.add(told(rest[:length])))
+        rest = rest[length:]
+    pieces.append(builder.add(told(rest, FinishReason.STOP, by_token=True)))
+    [whole] = builder.whole().outputs
+    assert whole.text == "\n<think>\nwhy not é?\n</think>\n\nSo é."
+    assert whole.parts == AnswerParts(reasoning="why not é?", content="So é.")
+    assert whole.num_reasoning_tokens == 1 + 1 + len("\nwhy not é?\n".encode()) + 1
+    parts = [piece.outputs[0].parts for piece in pieces]
+    assert "".join(part.content for part in parts if part) == "So é."
+    assert "".join(part.reasoning for part in parts if part) == "why not é?"
+    assert sum(p.num_reasoning_tokens for p in pieces) == whole.num_reasoning_tokens
+
+
+def test_a_block_that_is_not_separated_is_counted_all_the_same() -> None:
+    builder = AnswerBuilder(request_of(either(separate=False), SamplingParams()), TOKEN_BYTES)
+    builder.add(told(WRITTEN, FinishReason.LENGTH))
+    [whole] = builder.whole().outputs
+    assert whole.parts == AnswerParts(content=whole.text)
+    assert whole.num_reasoning_tokens > 3
+
+
+def test_without_a_format_there_are_no_parts_and_no_special_tokens() -> None:
+    builder = AnswerBuilder(request_of(None, SamplingParams(), {}), TOKEN_BYTES)
+    builder.add(told(WRITTEN, FinishReason.LENGTH))
+    [whole] = builder.whole().outputs
+    assert whole.parts is None
+    assert whole.num_reasoning_tokens == 0
+    assert whole.text == "\n\nwhy not é?\n\n\nSo é."
+
+
+def test_a_stop_string_may_be_a_marker_or_in_the_content() -> None:
+    for stop, parts in (
+        ("</think>", AnswerParts(reasoning="why not é?\n")),
+        ("é.", AnswerParts(reasoning="why not é?", content="So ")),
+    ):
+        builder = AnswerBuilder(request_of(either(), SamplingParams(stop=(stop,))), TOKEN_BYTES)
+        for token_id in WRITTEN:
+            builder.add(told([token_id]))
+        builder.add(told([], FinishReason.STOP))
+        assert builder.whole().outputs[0].parts == parts
+
+
+THINKER = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% else %}<think>
+{% endif %}{% endif %}"""
+QUESTION = [{"role": "user", "content": "The quick brown fox?"}]
+CAPPED = SamplingParams(max_tokens=20, max_reasoning_tokens=6, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def thinker(
+    write_model: Callable[[Path, Mapping[str, Any]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A tiny model whose template opens a block of reasoning."""
+    folder = write_model(tmp_path_factory.mktemp("thinker"), {})
+    path = folder / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), "chat_template": THINKER}
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_reasoning_ends_at_its_cap_whoever_appends_the_tag(thinker: Path) -> None:
+    answers = []
+    for jump_forward in (True, False):
+        with tiny_engine(thinker, jump_forward=jump_forward, quantize="none") as engine:
+            [output] = engine.generate(Chat(QUESTION), CAPPED)
+            [answer] = output.outputs
+            streamed = list(engine.stream(Chat(QUESTION), CAPPED))
+            text = "".join(piece.outputs[0].text for piece in streamed)
+            parts = [piece.outputs[0].parts for piece in streamed]
+            assert text == answer.text
+            assert answer.parts is not None
+            assert "".join(part.reasoning for part in parts if part) == answer.parts.reasoning
+            assert "".join(part.content for part in parts if part) == answer.parts.content
+            assert sum(p.num_reasoning_tokens for p in streamed) == answer.num_reasoning_tokens
+            assert_nothing_held(engine)
+            num_tag_tokens = len(engine.tokenizer.encode("</think>"))
+        assert answer.text.count("</think>") == 1
+        assert answer.num_reasoning_tokens == 6 + num_tag_tokens
+        assert len(answer.token_ids) == 20
+        answers.append(answer)
+    assert answers[0] == answers[1]
+
+
+def test_without_a_block_to_come_a_cap_changes_nothing(thinker: Path) -> None:
+    with tiny_engine(thinker, quantize="none") as engine:
+        for options in (
+            ChatOptions(chat_template_kwargs={"enable_thinking": False}),
+            ChatOptions(reasoning_effort="none"),
+        ):
+            [output] = engine.generate(Chat(QUESTION, options), CAPPED)
+            [answer] = output.outputs
+            assert answer.parts == AnswerParts(content=answer.text)
+            assert answer.num_reasoning_tokens == 0
+        with pytest.raises(RequestError, match="conversations of a model that reasons") as refusal:
+            engine.generate("plain", CAPPED)
+        assert refusal.value.param == "max_reasoning_tokens"
+
+
+def test_a_cap_is_refused_by_models_that_do_not_reason(engine: Engine, thinker: Path) -> None:
+    with pytest.raises(RequestError, match="leave it out"):
+        engine.generate(Chat(QUESTION), CAPPED)
+    with (
+        tiny_engine(thinker, reasoning="none", quantize="none") as other,
+        pytest.raises(RequestError, match="leave it out"),
+    ):
+        other.generate(Chat(QUESTION), CAPPED)
+
+
+def test_the_content_satisfies_its_constraint_with_and_without_reasoning(thinker: Path) -> None:
+    """Whoever appends what is forced, and for every answer of several."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["fox", "dog"]}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    constraint = ConstraintSpec.json_schema(schema, whitespace=Whitespace.COMPACT)
+    both = (ChatOptions(), ChatOptions(reasoning_effort="none"))
+    told = []
+    for jump_forward in (True, False):
+        with tiny_engine(thinker, jump_forward=jump_forward, quantize="none") as engine:
+            for seed, options in itertools.product(range(4), both):
+                sampling = SamplingParams(
+                    max_tokens=200, max_reasoning_tokens=8, seed=seed, n=2, constraint=constraint
+                )
+                [output] = engine.generate(Chat(QUESTION, options), sampling)
+                for answer in output.outputs:
+                    assert answer.finish_reason is FinishReason.STOP
+                    assert answer.parts is not None
+                    assert set(json.loads(answer.parts.content)) == {"name", "age"}
+                    reasons = options.reasoning_effort is None
+                    assert answer.text.count("</think>") == reasons
+                    assert (answer.num_reasoning_tokens > 0) == reasons
+                    told.append(answer.token_ids)
+            assert_nothing_held(engine)
+    half = len(told) // 2
+    assert told[:half] == told[half:]
+
+
+@pytest.fixture(scope="module")
+def magistrate(
+    write_model: Callable[[Path, Mapping[str, Any]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A tiny model whose tags are special tokens, which its template does not write."""
+    vocab_size = tiny_tokenizer().get_vocab_size() + 2
+    folder = write_model(tmp_path_factory.mktemp("magistrate"), {"vocab_size": vocab_size})
+    tokenizer = Backend.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in ("[THINK]", "[/THINK]")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = THINKER.replace("<think>", "").replace("</think>", "[/THINK]")
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_tags_that_are_special_tokens_are_read_and_may_be_stops(magistrate: Path) -> None:
+    opened = Chat(
+        [*QUESTION, {"role": "assistant", "content": "[THINK]the fox"}],
+        ChatOptions(continue_final_message=True),
+    )
+    constraint = ConstraintSpec.choice(["fox", "dog"])
+    sampling = SamplingParams(max_reasoning_tokens=5, seed=1, constraint=constraint)
+    with tiny_engine(magistrate, quantize="none") as engine:
+        closing = engine.tokenizer.special_id("[/THINK]")
+        [output] = engine.generate(opened, sampling)
+        [answer] = output.outputs
+        assert answer.token_ids[5] == closing
+        assert answer.num_reasoning_tokens == 6
+        assert answer.parts is not None
+        reasoning, _, content = answer.text.partition("[/THINK]")
+        assert answer.parts.reasoning == reasoning.strip("\n")
+        assert answer.parts.content == content.lstrip("\n")
+        assert answer.parts.content in ("fox", "dog")
+        [output] = engine.generate(opened, replace(sampling, stop=("[/THINK]",)))
+        assert output.outputs[0].stop_reason == "[/THINK]"
+        assert output.outputs[0].text == reasoning
+        [output] = engine.generate(Chat(QUESTION), replace(sampling, max_tokens=60))
+        [answer] = output.outputs  # with a block or without
+        assert answer.parts is not None
+        assert answer.parts.content in ("fox", "dog")
+        assert_nothing_held(engine)
+
+
+def test_a_required_tool_call_follows_the_reasoning(thinker: Path) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
+    sampling = SamplingParams(max_tokens=300, max_reasoning_tokens=4, seed=2)
+    options = ChatOptions(tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    with tiny_engine(thinker, tool_format="generic", quantize="none") as engine:
+        [output] = engine.generate(Chat(QUESTION, options), sampling)
+        [answer] = output.outputs
+        assert answer.finish_reason is FinishReason.STOP, answer.text
+        assert answer.parts is not None
+        [call] = answer.parts.tool_calls
+        assert (call.name, json.loads(call.arguments)["city"]) == ("weather", "Rome")
+        assert answer.parts.reasoning == answer.text.partition("</think>")[0].strip("\n")
+        assert answer.parts.content == ""

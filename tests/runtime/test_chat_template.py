@@ -9,6 +9,7 @@ from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.chat_template import ChatTemplate
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.template_meter import RenderLimits
+from sapwood.runtime.tools import TOOL_FORMATS
 
 SMOLLM2 = (  # of HuggingFaceTB/SmolLM2-135M-Instruct, Apache-2.0
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -226,20 +227,155 @@ def test_a_variable_that_is_not_the_callers_is_refused_with_those_that_are(name:
         render(SMOLLM2, CHATS[0], chat_template_kwargs={name: "x"})
 
 
-def test_tools_are_given_to_templates_that_know_them_and_refused_else() -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert '"name": "f"' in render(THINKER, CHATS[0], tools=tools)
-    with pytest.raises(RequestError, match="knows no tools") as refusal:
-        render(SMOLLM2, CHATS[0], tools=tools)
+EFFORTS = "{{ messages[0].content }} reasoning: {{ reasoning_effort }}"
+ALWAYS = "{{ messages[0].content.split('</think>')[-1] }}<think>"
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "ends"),
+    [
+        (THINKER, "none", "<think></think>plain<s>"),
+        (THINKER.replace("enable_thinking", "thinking"), "none", "<think></think>plain<s>"),
+        (EFFORTS, "none", "reasoning: none"),
+        (EFFORTS, "high", "reasoning: high"),
+        (SMOLLM2, "none", "assistant\n"),
+    ],
+)
+def test_effort_is_told_to_a_template_in_its_own_words(source: str, effort: str, ends: str) -> None:
+    assert render(source, CHATS[0], reasoning_effort=effort).endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        (THINKER, {"reasoning_effort": "high"}, "max_reasoning_tokens"),
+        (SMOLLM2, {"reasoning_effort": "low"}, "knows no reasoning_effort but none"),
+        (ALWAYS, {"reasoning_effort": "none"}, "max_reasoning_tokens 0"),
+        (EFFORTS, {"reasoning_effort": "much"}, "must be one of none"),
+        (
+            THINKER,
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "give one of them",
+        ),
+    ],
+)
+def test_an_effort_that_a_template_cannot_make_is_refused(
+    source: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says) as refusal:
+        render(source, CHATS[0], **options)
+    assert refusal.value.param == "reasoning_effort"
+
+
+def tool(name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def render_with(source: str, tool_format: str | None, messages: Any, **options: Any) -> str:
+    template = template_of(source, tool_format=TOOL_FORMATS[tool_format] if tool_format else None)
+    return template.render(Chat(messages, ChatOptions(**options))).text
+
+
+def test_tools_are_given_to_a_template_that_knows_them_unless_none_may_be_called() -> None:
+    assert '"name": "f"' in render_with(THINKER, "hermes", CHATS[0], tools=[tool()])
+    hidden = render_with(THINKER, "hermes", CHATS[0], tools=[tool()], tool_choice="none")
+    assert hidden == render(THINKER, CHATS[0])
+    named = {"type": "function", "function": {"name": "f"}}
+    chosen = {"tools": [tool("g"), tool("f")], "tool_choice": named}
+    assert '"name": "g"' in render_with(THINKER, "hermes", CHATS[0], **chosen)
+
+
+@pytest.mark.parametrize("tool_format", [None, "hermes"])
+def test_tools_that_nobody_would_tell_the_model_are_refused(tool_format: str | None) -> None:
+    with pytest.raises(RequestError, match="tool_format, such as generic") as refusal:
+        render_with(SMOLLM2, tool_format, CHATS[0], tools=[tool()])
     assert refusal.value.param == "tools"
+    none = {"tools": [tool()], "tool_choice": "none"}
+    assert render_with(SMOLLM2, tool_format, CHATS[0], **none) == render(SMOLLM2, CHATS[0])
+
+
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": i, "type": "function", "function": {"name": "f", "arguments": arguments}}
+            for i, arguments in (("a", '{"city": "Bern"}'), ("b", '{"city": "Rome"}'))
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "blue"},
+    {"role": "tool", "tool_call_id": "b", "content": "grey"},
+    {"role": "user", "content": "So?"},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": [tool()]}])
+def test_calls_and_results_are_text_where_the_template_knows_none(options: Any) -> None:
+    text = render_with(SMOLLM2, "generic", CALLED, **options)
+    call = '{"name": "f", "arguments": {"city": "'
+    assert text.count(f"<|im_start|>assistant\n{call}Bern") == 1
+    assert text.count(f"{call}Rome") == 1
+    assert "<|im_start|>tool" not in text
+    assert text.index("blue") < text.index("grey") < text.index("Answer my") < text.index("So?")
+    assert text.count("Answer my question") == 1
+    assert text.startswith("<|im_start|>system\n")
+    assert ('"name": "f", "parameters"' in text) == bool(options)
+
+
+def test_tools_in_words_end_the_callers_system_message() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, *CHATS[0]]
+    text = render_with(SMOLLM2, "generic", chat, tools=[tool()])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert text.count("<|im_start|>system") == 1 and '"name": "f"' in text
+
+
+def test_a_conversation_without_tools_is_rendered_as_ever() -> None:
+    two = [*CHATS[0], *CHATS[0]]  # messages of one role that follow each other stay apart
+    assert render_with(SMOLLM2, "generic", two) == render(SMOLLM2, two)
+
+
+IN_TURN = """
+{%- for m in messages %}
+    {%- set is_due = loop.index0 % 2 == 0 %}
+    {%- if (m.role == 'user') != is_due %}{{ raise_exception('in turn') }}{% endif %}
+    {{- '<' + m.role + '>' + m.content }}
+{%- endfor %}"""
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [IN_TURN, NO_SYSTEM], ids=["refused", "dropped"])
+def test_tools_in_words_reach_a_model_whose_template_takes_no_system_message(source: str) -> None:
+    for chat in (CALLED, [{"role": "system", "content": "Be brief."}, *CALLED]):
+        text = render_with(source, "generic", chat, tools=[tool()])
+        assert text.startswith("<user>") and "<system>" not in text
+        assert '"name": "f", "parameters"' in text and "Weather?" in text
+        assert ("Be brief." in text) == (len(chat) > len(CALLED))
+
+
+def test_what_the_tools_changed_in_a_rendering_is_told_with_it() -> None:
+    """Else a conversation that was continued with other tools would be told to have other text."""
+
+    def told(tool_format: str, source: str, **options: Any) -> Any:
+        template = template_of(source, tool_format=TOOL_FORMATS[tool_format])
+        return template.render(Chat(CHATS[0], ChatOptions(**options))).told_tools
+
+    for tool_format, source in (("generic", SMOLLM2), ("hermes", THINKER)):
+        assert not told(tool_format, source)
+        assert not told(tool_format, source, tools=[tool()], tool_choice="none")
+        one, other = (told(tool_format, source, tools=[tool(name)]) for name in "fg")
+        assert one and other and one != other
 
 
 @pytest.mark.parametrize(
     ("options", "param", "says"),
     [
-        ({"tools": "f"}, "tools", "list of objects"),
-        ({"tools": [1]}, "tools", "list of objects"),
-        ({"tools": [{"a": "x" * 2_000_000}]}, "tools", "at most"),
+        ({"tools": "f"}, "tools", "must be a list"),
+        ({"tools": [1]}, "tools[0]", "must be an object"),
+        ({"tools": [tool("f g")]}, "tools[0].function.name", "letters"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "must be"),
+        ({"parallel_tool_calls": None}, "parallel_tool_calls", "true or false"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "an object"),
         ({"chat_template_kwargs": {1: 1}}, "chat_template_kwargs", "no string"),
         ({"chat_template_kwargs": {"a": object()}}, "chat_template_kwargs", "no JSON"),

@@ -14,6 +14,7 @@ from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.control_tokens import NONCHARACTERS, ControlTokens
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.tokenizer import Tokenizer
+from sapwood.runtime.tools import TOOL_FORMATS
 from tests.runtime.tiny_tokenizers import (
     END,
     START,
@@ -113,9 +114,16 @@ def test_no_part_of_a_message_spells_a_special_token(message: dict[str, Any]) ->
 
 def test_neither_tools_nor_template_variables_spell_a_special_token() -> None:
     source = "<|start|>{{ tools | tojson }}{{ mood }}{{ messages[0].content }}<|end|>"
-    tokenizer = Tokenizer(byte_level(), special_tokens={}, eos_token_ids=(), chat_template=source)
+    tokenizer = Tokenizer(
+        byte_level(),
+        special_tokens={},
+        eos_token_ids=(),
+        chat_template=source,
+        tool_format=TOOL_FORMATS["hermes"],
+    )
+    function = {"name": "f", "description": END, "parameters": {START: EVIL}}
     options = ChatOptions(
-        tools=[{"name": END, "parameters": {START: EVIL}}], chat_template_kwargs={"mood": EVIL}
+        tools=[{"type": "function", "function": function}], chat_template_kwargs={"mood": EVIL}
     )
     ids = tokenizer.encode_chat(Chat([{"role": "user", "content": "x"}], options))
     assert [tokenizer.token_text(int(i)) for i in ids if tokenizer.is_special(int(i))] == [

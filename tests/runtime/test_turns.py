@@ -55,10 +55,12 @@ class Conversations:
     def encode(self, messages: Any, namespace: Any = ()) -> EncodedChat:
         return self.encoder.encode(self.encoder.render(messages), namespace)
 
-    def answer(self, messages: Any, token_ids: Sequence[int], text: str) -> TokenIds:
+    def answer(
+        self, messages: Any, token_ids: Sequence[int], text: str, content: str | None = None
+    ) -> TokenIds:
         """All tokens of the turn."""
         encoded = self.encode(messages)
-        self.encoder.remember(encoded.prompt, encoded.token_ids, token_ids, text)
+        self.encoder.remember(encoded.prompt, encoded.token_ids, token_ids, text, content)
         return np.concatenate([encoded.token_ids, np.array(token_ids, np.int32)])
 
     def letters(self, text: str) -> list[int]:
@@ -184,6 +186,11 @@ FORGETS = (  # earlier reasoning
     "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant {% endif %}"
 )
+KEEPS = TRIMS.replace(
+    "{{ m.content",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{{ '\\n\\n' }}{% endif %}"
+    "{{ m.content",
+)
 COUNTS = "{{ messages | length }}" + TRIMS
 CLOSES = TRIMS.replace("<|end|>", " .<|end|>")
 MOODY = "<|start|>{{ mood }}<|end|>" + TRIMS
@@ -214,6 +221,29 @@ def test_a_turn_that_is_not_continued_is_explained(
     assert found.position == len(turn) or encoded.token_ids[found.position] != turn[found.position]
     assert chats.spelled(turn[found.position :]).startswith(found.expected_text)
     assert chats.spelled(encoded.token_ids[found.position :]).startswith(found.found_text)
+
+
+def test_reasoning_that_is_not_in_the_next_prompt_is_the_reason() -> None:
+    chats = Conversations()
+    written = "<think>secret</think>\n\nthe"
+    turn = chats.answer([user("hi")], chats.letters(written), written, content="the")
+    encoded = chats.encode([user("hi"), assistant("the"), user("x")])
+    assert encoded.num_remembered_tokens == 0
+    found = encoded.divergence
+    assert found is not None and "reasoning or tool calls" in found.reason
+    assert "secret" not in found.expected_text
+    found = chats.encode([user("hi"), assistant("he"), user("x")]).divergence
+    assert found is not None and found.reason == "messages[1] is not the answer that was given"
+    whole = chats.encode([user("hi"), assistant(written), user("x")])
+    assert begins_with(whole, turn)
+
+
+def test_reasoning_that_a_template_writes_as_the_model_did_is_continued() -> None:
+    chats = Conversations(KEEPS)
+    written = "<think>why</think>\n\nthe"
+    turn = chats.answer([user("hi")], chats.letters(written), written, content="the")
+    told = {**assistant("the"), "reasoning_content": "why"}
+    assert begins_with(chats.encode([user("hi"), told, user("x")]), turn)
 
 
 def test_other_options_are_a_reason_and_not_shown_and_the_same_question_is_none() -> None:

@@ -6,12 +6,13 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from sapwood.runtime.answer_format import AnswerParts, AnswerReader, ToolCallPiece
 from sapwood.runtime.chat import Chat
 from sapwood.runtime.constraints.compiler import CompilerStats
 from sapwood.runtime.errors import ContextLengthError, RequestError
@@ -24,6 +25,7 @@ from sapwood.runtime.outputs import (
     TokenLogprobs,
 )
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.tools import ToolChoice, ToolMode
 from sapwood.runtime.turns import Divergence, PrefixReport
 
 T = TypeVar("T")
@@ -40,10 +42,62 @@ class ByteTokenizer:
         return self.token_raw_bytes(token_id).decode(errors="replace")
 
 
+def call(name: str, arguments: str) -> str:
+    """A tool call as `CallReader` finds it in an answer."""
+    return f"\x01{name}\x02{arguments}\x03"
+
+
+class CallReader:
+    """Reads an answer's calls, which no text of an answer looks like."""
+
+    def __init__(self) -> None:
+        self._index, self._name, self._where = -1, "", "\x03"
+
+    def feed(self, text: str, *, finished: bool) -> AnswerParts:
+        content: list[str] = []
+        pieces: list[ToolCallPiece] = []
+        for character in text:
+            if character in "\x01\x02\x03":
+                self._where = character
+                if character == "\x01":
+                    self._index, self._name = self._index + 1, ""
+                if character == "\x02":
+                    id = f"call_{self._index}"
+                    pieces.append(ToolCallPiece(index=self._index, id=id, name=self._name))
+            elif self._where == "\x01":
+                self._name += character
+            elif self._where == "\x02":
+                pieces.append(ToolCallPiece(index=self._index, arguments=character))
+            else:
+                content.append(character)
+        return AnswerParts(content="".join(content), tool_calls=tuple(pieces))
+
+
+def whole_parts(text: str) -> AnswerParts:
+    """The parts of a whole answer, each call in one piece."""
+    parts = CallReader().feed(text, finished=True)
+    opened = [piece for piece in parts.tool_calls if piece.id is not None]
+    calls = [
+        replace(call, arguments="".join(p.arguments for p in parts.tool_calls if p.index == i))
+        for i, call in enumerate(opened)
+    ]
+    return replace(parts, tool_calls=tuple(calls))
+
+
+@dataclass(frozen=True)
+class Canned:
+    """`has_calls`: they are read, if there are any."""
+
+    text: str
+    has_calls: bool
+
+
 class FakeEngine:
     """Answers `answer`, or letters drawn with the seed if the temperature is not 0.
 
-    A constrained answer is always `answer`: whoever asks for one knows what satisfies it.
+    Where a conversation has tools, calls in `answer` (see `call`) are told as such; `must_call` is
+    answered where a call is required. A constrained answer is always `answer`: whoever asks for one
+    knows what satisfies it.
 
     `delay` is the time of a step, `prefill` that before the first token. `fail` is raised after
     `fail_after` tokens.
@@ -53,13 +107,15 @@ class FakeEngine:
         self,
         *,
         answer: str = ANSWER,
+        must_call: str = "",
         max_model_len: int = 4096,
         delay: float = 0.0,
         prefill: float = 0.0,
         fail: Exception | None = None,
         fail_after: int = 0,
     ) -> None:
-        self.answer, self.delay, self.prefill = answer, delay, prefill
+        self.answer, self.must_call = answer, must_call
+        self.delay, self.prefill = delay, prefill
         self.fail, self.fail_after = fail, fail_after
         self.tokenizer = ByteTokenizer()
         self.is_alive = True
@@ -99,7 +155,7 @@ class FakeEngine:
         request_ids: Sequence[str],
     ) -> list[RequestOutput]:
         prompts = [self._prompt(prompt) for prompt in inputs]
-        runs = zip(prompts, sampling, request_ids, strict=True)
+        runs = zip(prompts, sampling, request_ids, map(self._answer_to, inputs), strict=True)
         tasks = [asyncio.ensure_future(self._whole(*run)) for run in runs]
         try:
             return await asyncio.gather(*tasks)
@@ -116,7 +172,7 @@ class FakeEngine:
         request_ids: Sequence[str],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompts = [self._prompt(prompt) for prompt in inputs]
-        runs = zip(prompts, sampling, request_ids, strict=True)
+        runs = zip(prompts, sampling, request_ids, map(self._answer_to, inputs), strict=True)
         async with aclosing(merged([self._run(*run) for run in runs])) as pieces:
             async for piece in pieces:
                 yield piece
@@ -132,6 +188,13 @@ class FakeEngine:
 
     def close(self) -> None:
         self.closed = True
+
+    def _answer_to(self, given: Any) -> Canned:
+        choice = given.options.choice if isinstance(given, Chat) else ToolChoice(ToolMode.NONE)
+        if choice.mode is ToolMode.NONE:
+            return Canned(self.answer, has_calls=False)
+        must_call = choice.mode is not ToolMode.AUTO and self.must_call
+        return Canned(must_call or self.answer, has_calls=True)
 
     def _prompt(self, given: Any) -> np.ndarray:
         self.inputs.append(given)
@@ -153,15 +216,19 @@ class FakeEngine:
             )
         return np.array(ids, np.int32)
 
-    async def _whole(self, ids: np.ndarray, sampling: SamplingParams, rid: str) -> RequestOutput:
-        pieces = [piece async for piece in self._run(ids, sampling, rid)]
+    async def _whole(
+        self, ids: np.ndarray, sampling: SamplingParams, rid: str, canned: Canned
+    ) -> RequestOutput:
+        pieces = [piece async for piece in self._run(ids, sampling, rid, canned)]
         wholes = []
         for index in range(sampling.n):
             answers = [p.outputs[0] for p in pieces if p.outputs[0].index == index]
             logprobs = tuple(entry for answer in answers for entry in answer.logprobs or ())
+            text = "".join(answer.text for answer in answers)
             whole = CompletionOutput(
                 index=index,
-                text="".join(answer.text for answer in answers),
+                text=text,
+                parts=whole_parts(text) if canned.has_calls else None,
                 token_ids=tuple(token for answer in answers for token in answer.token_ids),
                 logprobs=logprobs if sampling.logprobs else None,
                 finish_reason=answers[-1].finish_reason,
@@ -172,8 +239,9 @@ class FakeEngine:
         return replace(pieces[0], outputs=tuple(wholes), metrics=pieces[-1].metrics)
 
     async def _run(
-        self, ids: np.ndarray, sampling: SamplingParams, rid: str
+        self, ids: np.ndarray, sampling: SamplingParams, rid: str, canned: Canned
     ) -> AsyncGenerator[RequestOutput, None]:
+        readers: list[AnswerReader] = [CallReader() for _ in range(sampling.n)]
         self.sampling.append(sampling)
         self.started.append(rid)
         self.running.add(rid)
@@ -186,7 +254,7 @@ class FakeEngine:
             steps = [
                 (index, *step)
                 for index in range(sampling.n)
-                for step in _steps(self.answer, sampling, index)
+                for step in _steps(canned.text, sampling, index)
             ]
             for i, (index, token, text, reason, matched) in enumerate(steps):
                 await asyncio.sleep(self.delay)
@@ -196,10 +264,12 @@ class FakeEngine:
                 now = time.monotonic() if reason else None
                 finished = i + 1 == len(steps)
                 token_ids = () if token is None else (token,)
+                parts = readers[index].feed(text, finished=bool(reason))
                 piece = CompletionOutput(
                     index=index, text=text, token_ids=token_ids,
                     logprobs=_logprobs(token_ids, sampling), finish_reason=reason,
                     stop_reason=matched, ended_by_token=token == END,
+                    parts=parts if canned.has_calls else None,
                 )  # fmt: skip
                 times = RequestMetrics(
                     arrival_time=arrival, first_scheduled_time=arrival, first_token_time=first,

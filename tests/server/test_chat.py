@@ -154,14 +154,10 @@ async def test_fields_that_change_nothing_are_taken(client, engine, fields):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("use_beam_search", True),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
-        ("reasoning_effort", "high"),
         ("web_search_options", {}),
         ("documents", [{"text": "x"}]),
         ("chat_template", "{{ messages }}"),

@@ -20,7 +20,7 @@ import sapwood
 from sapwood.runtime.config import EngineConfig, option_groups
 from sapwood.runtime.errors import ConfigError, EngineError, ModelAccessError, RequestError
 from sapwood.server.cli import COMMANDS, build_cli
-from sapwood.server.cli.chat import Counts, converse, remote
+from sapwood.server.cli.chat import Counts, Reasoning, converse, remote
 from sapwood.server.cli.pull import fetch
 from sapwood.server.cli.serve import bind, is_loopback, parse_size, serve, url_of
 from tests.server.fakes import ANSWER, FakeEngine
@@ -213,6 +213,10 @@ class FakeTalk:
         if messages[-1]["content"] == "interrupt":
             yield "be"
             raise KeyboardInterrupt
+        if messages[-1]["content"] == "think":
+            yield Reasoning("which ")
+            yield Reasoning("one?")
+            yield ""
         yield "I am "
         yield f"number {len(messages)}"
         yield Counts(prompt=10, cached=7, generated=4)
@@ -238,6 +242,12 @@ def test_a_conversation_sends_all_of_its_turns(monkeypatch):
     assert "I am number 4" in printed
     assert "prompt 10 tokens: 7 cached, 3 computed" in printed
     assert "4 generated" in printed
+
+
+def test_reasoning_is_shown_and_not_sent_back(monkeypatch):
+    printed, talk = conversation(monkeypatch, "think", "two")
+    assert "which one?\n\nI am number 1\n" in printed
+    assert talk.seen[1][1] == {"role": "assistant", "content": "I am number 1"}
 
 
 def test_clear_begins_anew_and_exit_ends(monkeypatch):
