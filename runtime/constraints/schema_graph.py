@@ -13,8 +13,12 @@ from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_disjoint import Disjointness
 from sapwood.runtime.constraints.schema_keywords import children
 
-MAX_ALTERNATIVES = 5_000  # of one place, after all combinations are multiplied out
+MAX_ALTERNATIVES = 200  # of one place where combinations are multiplied out
 MAX_EXPANDED = 50_000  # schemas in all
+MAX_PROPERTIES = 1_000  # of one object; the time to compile grows with their square
+MAX_LEVELS = (
+    400  # through references too; llguidance is recursive, and needs 5 kB of stack for each
+)
 _DEFINITIONS = "#/$defs/"
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
@@ -36,6 +40,7 @@ def settled(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[str, A
     root = _settled(root, productive, disjointness)
     kept = {k: _settled(v, productive, disjointness) for k, v in definitions.items()}
     kept = {k: v for k, v in kept.items() if k in productive}
+    _refuse_deep(root, kept)
     _Expansion(kept).check(root)
     return root, kept
 
@@ -75,6 +80,25 @@ def _references_in_place(schema: Any) -> Iterator[str]:
         yield name_of(schema["$ref"])
     for member in in_place(schema):
         yield from _references_in_place(member)
+
+
+def _refuse_deep(root: Any, definitions: Mapping[str, Any]) -> None:
+    """What llguidance would meet too deep within: it follows a reference where it first sees it."""
+    seen: set[str] = set()
+    stack = [(root, 0)]
+    while stack:
+        schema, level = stack.pop()
+        if level > MAX_LEVELS:
+            raise GrammarError(
+                f"the schema is deeper than {MAX_LEVELS} levels, through references as well; "
+                "split the longest chain of references",
+                keyword="$ref",
+            )
+        below = list(children(schema))
+        if isinstance(schema, dict) and (name := name_of(schema.get("$ref", ""))) in definitions:
+            below += [definitions[name]] if name not in seen else []
+            seen.add(name)
+        stack += [(child, level + 1) for child in reversed(below)]
 
 
 def _productive(definitions: Mapping[str, Any]) -> frozenset[str]:
@@ -184,22 +208,28 @@ class _Expansion:
         """Schemas in it, once multiplied out. At most a little above the limit."""
         if isinstance(schema, bool):
             return 1
+        if self._num_properties(schema) > MAX_PROPERTIES:
+            raise GrammarError(
+                f"an object has more than {MAX_PROPERTIES} properties; use a list of objects with "
+                "a name and a value",
+                keyword="properties",
+            )
         own = 1 + sum(self._size(child) for child in children(schema)) + _num_values(schema)
         members = self._members(schema)
         if len(members) < 2:
             return min(own, MAX_EXPANDED + 1)
         num_each = [self._alternatives_of(member).total() for member in members]
         own += sum(self._referred_size(member) for member in members)
-        product = math.prod(num_each) // max(min(num_each), 1)
         joined = self._alternatives_of(schema).total()
-        if joined > MAX_ALTERNATIVES:
+        if joined > max(MAX_ALTERNATIVES, *num_each):
             raise GrammarError(
                 f"a place in the schema has {joined} alternatives where its combinations are "
                 f"multiplied out, at most {MAX_ALTERNATIVES} are taken; use fewer in anyOf, oneOf "
                 "or enum that are combined",
                 keyword="anyOf",
             )
-        return min(own * max(1, min(product, joined)), MAX_EXPANDED + 1)
+        copies = min(math.prod(num_each) // max(num_each), joined)
+        return min(own * max(1, copies), MAX_EXPANDED + 1)
 
     def _members(self, schema: Mapping[str, Any]) -> list[Any]:
         """What is intersected: each combining keyword, and the others together."""
@@ -217,6 +247,17 @@ class _Expansion:
             self._sizes[name] = 0  # for what is recursive
             self._sizes[name] = self._size(self._definitions.get(name, True))
         return self._sizes[name]
+
+    def _num_properties(self, schema: Any) -> int:
+        """Of an object that satisfies it, as far as they are listed."""
+        if isinstance(schema, bool):
+            return 0
+        count = len({*schema.get("properties", ()), *schema.get("required", ())})
+        count += sum(self._num_properties(member) for member in schema.get("allOf", ()))
+        count += max(map(self._num_properties, schema.get("anyOf", ())), default=0)
+        if "$ref" in schema and len(schema) > 1:
+            count += self._num_properties(self._definitions.get(name_of(schema["$ref"]), True))
+        return count
 
     def _alternatives_of(self, schema: Any) -> Counter[str]:
         if isinstance(schema, bool):
