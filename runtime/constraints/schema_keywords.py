@@ -160,7 +160,8 @@ def _in_place(node: Node) -> tuple[list[Any], list[Any]]:
     """`$ref` and its like, those before `properties` and those after: order is an answer's."""
     names = list(node.keywords)
     middle = min((names.index(k) for k in ("properties", "required") if k in names), default=0)
-    before, after = [], []
+    before: list[Any] = []
+    after: list[Any] = []
     for i, keyword in enumerate(names):
         if (member := _combination(node, keyword)) is not None:
             (before if i < middle else after).append(member)
