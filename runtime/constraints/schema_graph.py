@@ -11,7 +11,7 @@ from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_disjoint import Disjointness
-from sapwood.runtime.constraints.schema_keywords import children
+from sapwood.runtime.constraints.schema_keywords import INSTANCE_TYPES, children, type_of
 
 MAX_ALTERNATIVES = 200  # of one place where combinations are multiplied out
 MAX_EXPANDED = 50_000  # schemas in all
@@ -20,7 +20,6 @@ MAX_LEVELS = (
     400  # through references too; llguidance is recursive, and needs 5 kB of stack for each
 )
 _DEFINITIONS = "#/$defs/"
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 def name_of(reference: str) -> str:
@@ -122,7 +121,7 @@ def _has_answer(schema: Any, productive: frozenset[str]) -> bool:
         options = schema.get(keyword)
         if options is not None and not any(_has_answer(o, productive) for o in options):
             return False
-    types = set(schema.get("type", _TYPES))
+    types = set(schema.get("type", INSTANCE_TYPES))
     return (
         bool(types - {"object", "array"})
         or ("object" in types and _has_object(schema, productive))
@@ -261,14 +260,14 @@ class _Expansion:
 
     def _alternatives_of(self, schema: Any) -> Counter[str]:
         if isinstance(schema, bool):
-            return Counter(_TYPES)
-        found = Counter(_TYPES)
+            return Counter(INSTANCE_TYPES)
+        found = Counter(INSTANCE_TYPES)
         if "type" in schema:
             found = Counter("number" if t == "integer" else t for t in schema["type"])
         if "$ref" in schema:
             found = _product(found, self._of_definition(name_of(schema["$ref"])))
         if "enum" in schema:
-            found = _product(found, Counter(map(_type_of, schema["enum"])))
+            found = _product(found, Counter(map(type_of, schema["enum"])))
         if "anyOf" in schema:
             options = (self._alternatives_of(option) for option in schema["anyOf"])
             found = _product(found, sum(options, Counter()))
@@ -278,7 +277,7 @@ class _Expansion:
 
     def _of_definition(self, name: str) -> Counter[str]:
         if name not in self._alternatives:
-            self._alternatives[name] = Counter(_TYPES)
+            self._alternatives[name] = Counter(INSTANCE_TYPES)
             self._alternatives[name] = self._alternatives_of(self._definitions.get(name, True))
         return self._alternatives[name]
 
@@ -292,19 +291,3 @@ def _num_values(schema: Mapping[str, Any]) -> int:
 
 def _product(left: Counter[str], right: Counter[str]) -> Counter[str]:
     return Counter({t: min(left[t] * right[t], 10**9) for t in left.keys() & right.keys()})
-
-
-def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
