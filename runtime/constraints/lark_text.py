@@ -8,12 +8,15 @@ from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
 
-MAX_DEPTH = 64  # brackets within brackets; llguidance's reader is recursive
+# llguidance's reader is recursive: it goes down through brackets and from rule to rule, and needs
+# 2 kB of stack for each.
+MAX_DEPTH = 64  # brackets within brackets
+MAX_RULES = 2_000  # rules and brackets in all
 
 # What a bracket in it is not a bracket of the grammar.
 _OPAQUE = re.compile(
     r"""(?://|\#)[^\n]* | "(?:\\.|[^"\\\n])*" | /(?:\\.|[^/\\])+/ | (?P<special><[^<>\s]+>)
-    | (?P<json>%(?:json|regex|llguidance)\s*) | (?P<bracket>[()\[\]{}])""",
+    | (?P<json>%(?:json|regex|llguidance)\s*) | (?P<bracket>[()\[\]{}]) | (?P<rule>:)""",
     re.VERBOSE,
 )
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
@@ -87,10 +90,15 @@ def _plain_escape(match: re.Match[str]) -> str:
 
 def _outside_json(text: str) -> Iterator[re.Match[str]]:
     """The parts of a grammar that `_OPAQUE` tells apart, without what is in JSON."""
-    at = depth = 0
+    at = depth = num_rules = 0
     while match := _OPAQUE.search(text, at):
         at = match.end()
         bracket = match["bracket"]
+        num_rules += match["rule"] is not None or (bracket or "") in ("(", "[", "{")
+        if num_rules > MAX_RULES:
+            raise GrammarError(
+                f"the grammar has more than {MAX_RULES} rules and brackets; write it with fewer"
+            )
         if bracket is not None:
             depth += 1 if bracket in "([{" else -1
             if depth > MAX_DEPTH:

@@ -57,6 +57,10 @@ _KNOWN_ERRORS = (
         "'minProperties' and 'maxProperties' can be enforced only where all properties that are "
         "listed are required; leave them out",
     ),
+    *(
+        (part, None, "the constraint is too much work; use fewer alternatives and repetitions")
+        for part in ("items; max is", "Too many items", "too many", "fuel", "Too complex")
+    ),
     ("schema too large", None, "the schema is too large where it is multiplied out; simplify it"),
     ("stack level exceeded", None, "the schema's combinations are nested too deeply; simplify it"),
 )
@@ -377,11 +381,12 @@ def _limits() -> "LLParserLimits":
     from llguidance import LLParserLimits
 
     return LLParserLimits(
+        max_items_in_row=6_000,  # an object with 1,000 optional properties has 5,000
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=20_000,
         max_lexer_states=50_000,
-        max_grammar_size=500_000,
+        max_grammar_size=200_000,
         verbose_errors=False,
     )
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from sapwood.runtime.constraints.interface import GrammarError
 
 MAX_DEPTH = 64  # groups within groups
-MAX_REPEAT = 100_000
+MAX_WEIGHT = 65_536  # characters of the pattern once its repetitions are written out
 
 _CONTROLS = MappingProxyType({"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"})
 _NUM_HEX_DIGITS = MappingProxyType({"x": 2, "u": 4, "U": 8})
@@ -62,20 +62,25 @@ def ecma_to_rust(pattern: str) -> str:
 
 
 class _Translator:
-    """Reads a pattern once from left to right; `_at` is the place, `_depth` that of groups."""
+    """Reads a pattern once from left to right; `_at` is the place in it.
+
+    `_weights` has, for the pattern and each group that is open, how many characters it has with
+    its repetitions written out; `_last_weight` is that of what may be repeated next.
+    """
 
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         self._pattern = pattern
         self._dialect = dialect
         self._at = 0
-        self._depth = 0
+        self._weights = [0]
+        self._last_weight = 0
         self._out: list[str] = []
         self._is_repeatable = False  # whether what was written last may be repeated
 
     def translate(self) -> str:
         while self._at < len(self._pattern):
             self._step()
-        if self._depth:
+        if len(self._weights) > 1:
             raise self._error("a ( without its )", self._at)
         return "".join(self._out)
 
@@ -87,16 +92,15 @@ class _Translator:
         if char == "(":
             self._open_group()
         elif char == ")":
-            if not self._depth:
+            if len(self._weights) == 1:
                 raise self._error("a ) without its (", start)
-            self._depth -= 1
-            self._write(")")
+            self._write(")", weight=self._weights.pop())
         elif char == "[":
             self._write(self._char_class())
         elif char == "\\":
             self._write(self._escape(in_class=False))
         elif char in "^|$":
-            self._write(char, is_repeatable=False)
+            self._write(char, is_repeatable=False, weight=0)
         elif char == ".":
             self._write("." if self._is_python else r"[^\n\r\x{2028}\x{2029}]")
         else:
@@ -106,9 +110,19 @@ class _Translator:
     def _is_python(self) -> bool:
         return self._dialect is Dialect.PYTHON
 
-    def _write(self, text: str, *, is_repeatable: bool = True) -> None:
+    def _write(self, text: str, *, is_repeatable: bool = True, weight: int = 1) -> None:
         self._out.append(text)
         self._is_repeatable = is_repeatable
+        self._last_weight = weight
+        self._add_weight(weight)
+
+    def _add_weight(self, weight: int) -> None:
+        self._weights[-1] += weight
+        if self._weights[-1] > MAX_WEIGHT:
+            raise GrammarError(
+                f"the regular expression has more than {MAX_WEIGHT} characters once its "
+                "repetitions are written out; repeat less often, or without a bound"
+            )
 
     def _quantifier(self) -> bool:
         """Take one in. A lazy one means the same here: all of the text matches, or none."""
@@ -123,14 +137,15 @@ class _Translator:
             return False
         if not self._is_repeatable:
             raise self._error(f"nothing to repeat before {match[0]}", start)
-        if any(int(count) > MAX_REPEAT for count in re.findall(r"\d+", text)):
-            raise self._error(f"{match[0]} repeats more than {MAX_REPEAT} times", start)
         self._at = match.end()
         if self._pattern.startswith("+", self._at) and self._is_python:
             raise self._error(f"the possessive quantifier {match[0]}+", start)
         if self._pattern.startswith("?", self._at):
             self._at += 1
-        self._write(text, is_repeatable=False)
+        most = max((int(count) for count in re.findall(r"\d+", text)), default=1)
+        self._add_weight(self._last_weight * max(most - 1, 0))
+        self._out.append(text)
+        self._is_repeatable = False
         return True
 
     def _open_group(self) -> None:
@@ -146,13 +161,12 @@ class _Translator:
             self._at += name.end()
         elif rest.startswith("?"):
             text = self._flags(start)
-        if text.endswith(")"):
-            self._write(text, is_repeatable=False)
-            return
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+        self._write(text, is_repeatable=False, weight=0)
+        if not text.endswith(":"):
+            return  # flags for the whole pattern
+        if len(self._weights) > MAX_DEPTH:
             raise self._error(f"groups nested deeper than {MAX_DEPTH}", start)
-        self._write(text, is_repeatable=False)
+        self._weights.append(0)
 
     def _flags(self, start: int) -> str:
         """(?i) and (?s), for a group or at the beginning for the whole pattern."""

@@ -8,13 +8,14 @@ says: the values of one part of a conjunction include those of the whole.
 import json
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.schema_keywords import INSTANCE_TYPES, type_of
 
 MAX_OPTIONS = 200
 MAX_DEPTH = 12  # of properties within properties
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 class Disjointness:
@@ -106,28 +107,23 @@ def _property_schemas(parts: list[Mapping[str, Any]], name: str) -> Iterator[Any
             yield part["properties"][name]
         elif part.get("additionalProperties") is False and "patternProperties" not in part:
             yield False
-        elif "const" in part or "enum" in part:
-            yield _of_values(part, name)
-    yield from ()
-
-
-def _of_values(part: Mapping[str, Any], name: str) -> Any:
-    values = part["enum"] if "enum" in part else [part["const"]]
-    found = [v[name] for v in values if isinstance(v, dict) and name in v]
-    return {"enum": found} if found else False
+        for values in _listed(part):
+            found = [v[name] for v in values if isinstance(v, dict) and name in v]
+            yield {"enum": found} if found else False
 
 
 def _types_of(parts: list[Mapping[str, Any]]) -> frozenset[str]:
-    types = _TYPES
+    types = INSTANCE_TYPES
     for part in parts:
         if "type" in part:
             types &= {"number" if name == "integer" else name for name in part["type"]}
-        for value in _listed(part, types):
-            types &= {_type_of(v) for v in value}
+        for values in _listed(part):
+            types &= set(map(type_of, values))
     return types
 
 
-def _listed(part: Mapping[str, Any], _: frozenset[str]) -> Iterator[list[Any]]:
+def _listed(part: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """The values that `const` and `enum` allow."""
     if "const" in part:
         yield [part["const"]]
     if "enum" in part:
@@ -138,7 +134,7 @@ def _values_of(parts: list[Mapping[str, Any]]) -> frozenset[str] | None:
     """The only values there may be, as canonical text; None where they are not listed."""
     found: frozenset[str] | None = None
     for part in parts:
-        for values in _listed(part, _TYPES):
+        for values in _listed(part):
             texts = frozenset(map(_canonical, values))
             found = texts if found is None else found & texts
     return found
@@ -156,11 +152,13 @@ def _canonical(value: Any) -> str:
 
 
 # For each type that has a size: the keywords of its least and of its greatest.
-_RANGES = {
-    "number": ("minimum", "maximum"),
-    "string": ("minLength", "maxLength"),
-    "array": ("minItems", "maxItems"),
-}
+_RANGES = MappingProxyType(
+    {
+        "number": ("minimum", "maximum"),
+        "string": ("minLength", "maxLength"),
+        "array": ("minItems", "maxItems"),
+    }
+)
 
 
 def _ranges_are_disjoint(
@@ -174,19 +172,3 @@ def _ranges_are_disjoint(
         return bool(highs and lows) and min(highs) < max(lows)
 
     return ends_before(parts, other_parts) or ends_before(other_parts, parts)
-
-
-def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"

@@ -11,12 +11,15 @@ from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_disjoint import Disjointness
-from sapwood.runtime.constraints.schema_keywords import children
+from sapwood.runtime.constraints.schema_keywords import INSTANCE_TYPES, children, type_of
 
-MAX_ALTERNATIVES = 5_000  # of one place, after all combinations are multiplied out
+MAX_ALTERNATIVES = 200  # of one place where combinations are multiplied out
 MAX_EXPANDED = 50_000  # schemas in all
+MAX_PROPERTIES = 1_000  # of one object; the time to compile grows with their square
+MAX_LEVELS = (
+    400  # through references too; llguidance is recursive, and needs 5 kB of stack for each
+)
 _DEFINITIONS = "#/$defs/"
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 def name_of(reference: str) -> str:
@@ -36,6 +39,7 @@ def settled(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[str, A
     root = _settled(root, productive, disjointness)
     kept = {k: _settled(v, productive, disjointness) for k, v in definitions.items()}
     kept = {k: v for k, v in kept.items() if k in productive}
+    _refuse_deep(root, kept)
     _Expansion(kept).check(root)
     return root, kept
 
@@ -77,6 +81,25 @@ def _references_in_place(schema: Any) -> Iterator[str]:
         yield from _references_in_place(member)
 
 
+def _refuse_deep(root: Any, definitions: Mapping[str, Any]) -> None:
+    """What llguidance would meet too deep within: it follows a reference where it first sees it."""
+    seen: set[str] = set()
+    stack = [(root, 0)]
+    while stack:
+        schema, level = stack.pop()
+        if level > MAX_LEVELS:
+            raise GrammarError(
+                f"the schema is deeper than {MAX_LEVELS} levels, through references as well; "
+                "split the longest chain of references",
+                keyword="$ref",
+            )
+        below = list(children(schema))
+        if isinstance(schema, dict) and (name := name_of(schema.get("$ref", ""))) in definitions:
+            below += [definitions[name]] if name not in seen else []
+            seen.add(name)
+        stack += [(child, level + 1) for child in reversed(below)]
+
+
 def _productive(definitions: Mapping[str, Any]) -> frozenset[str]:
     """The definitions that a finite answer satisfies, as far as references decide it."""
     found: frozenset[str] = frozenset()
@@ -98,7 +121,7 @@ def _has_answer(schema: Any, productive: frozenset[str]) -> bool:
         options = schema.get(keyword)
         if options is not None and not any(_has_answer(o, productive) for o in options):
             return False
-    types = set(schema.get("type", _TYPES))
+    types = set(schema.get("type", INSTANCE_TYPES))
     return (
         bool(types - {"object", "array"})
         or ("object" in types and _has_object(schema, productive))
@@ -184,22 +207,28 @@ class _Expansion:
         """Schemas in it, once multiplied out. At most a little above the limit."""
         if isinstance(schema, bool):
             return 1
+        if self._num_properties(schema) > MAX_PROPERTIES:
+            raise GrammarError(
+                f"an object has more than {MAX_PROPERTIES} properties; use a list of objects with "
+                "a name and a value",
+                keyword="properties",
+            )
         own = 1 + sum(self._size(child) for child in children(schema)) + _num_values(schema)
         members = self._members(schema)
         if len(members) < 2:
             return min(own, MAX_EXPANDED + 1)
         num_each = [self._alternatives_of(member).total() for member in members]
         own += sum(self._referred_size(member) for member in members)
-        product = math.prod(num_each) // max(min(num_each), 1)
         joined = self._alternatives_of(schema).total()
-        if joined > MAX_ALTERNATIVES:
+        if joined > max(MAX_ALTERNATIVES, *num_each):
             raise GrammarError(
                 f"a place in the schema has {joined} alternatives where its combinations are "
                 f"multiplied out, at most {MAX_ALTERNATIVES} are taken; use fewer in anyOf, oneOf "
                 "or enum that are combined",
                 keyword="anyOf",
             )
-        return min(own * max(1, min(product, joined)), MAX_EXPANDED + 1)
+        copies = min(math.prod(num_each) // max(num_each), joined)
+        return min(own * max(1, copies), MAX_EXPANDED + 1)
 
     def _members(self, schema: Mapping[str, Any]) -> list[Any]:
         """What is intersected: each combining keyword, and the others together."""
@@ -218,16 +247,27 @@ class _Expansion:
             self._sizes[name] = self._size(self._definitions.get(name, True))
         return self._sizes[name]
 
+    def _num_properties(self, schema: Any) -> int:
+        """Of an object that satisfies it, as far as they are listed."""
+        if isinstance(schema, bool):
+            return 0
+        count = len({*schema.get("properties", ()), *schema.get("required", ())})
+        count += sum(self._num_properties(member) for member in schema.get("allOf", ()))
+        count += max(map(self._num_properties, schema.get("anyOf", ())), default=0)
+        if "$ref" in schema and len(schema) > 1:
+            count += self._num_properties(self._definitions.get(name_of(schema["$ref"]), True))
+        return count
+
     def _alternatives_of(self, schema: Any) -> Counter[str]:
         if isinstance(schema, bool):
-            return Counter(_TYPES)
-        found = Counter(_TYPES)
+            return Counter(INSTANCE_TYPES)
+        found = Counter(INSTANCE_TYPES)
         if "type" in schema:
             found = Counter("number" if t == "integer" else t for t in schema["type"])
         if "$ref" in schema:
             found = _product(found, self._of_definition(name_of(schema["$ref"])))
         if "enum" in schema:
-            found = _product(found, Counter(map(_type_of, schema["enum"])))
+            found = _product(found, Counter(map(type_of, schema["enum"])))
         if "anyOf" in schema:
             options = (self._alternatives_of(option) for option in schema["anyOf"])
             found = _product(found, sum(options, Counter()))
@@ -237,7 +277,7 @@ class _Expansion:
 
     def _of_definition(self, name: str) -> Counter[str]:
         if name not in self._alternatives:
-            self._alternatives[name] = Counter(_TYPES)
+            self._alternatives[name] = Counter(INSTANCE_TYPES)
             self._alternatives[name] = self._alternatives_of(self._definitions.get(name, True))
         return self._alternatives[name]
 
@@ -251,19 +291,3 @@ def _num_values(schema: Mapping[str, Any]) -> int:
 
 def _product(left: Counter[str], right: Counter[str]) -> Counter[str]:
     return Counter({t: min(left[t] * right[t], 10**9) for t in left.keys() & right.keys()})
-
-
-def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"

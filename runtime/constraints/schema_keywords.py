@@ -20,6 +20,7 @@ MAX_DECIMALS = 20
 MAX_COEFFICIENT = 2**32 - 1
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+INSTANCE_TYPES = frozenset(TYPES) - {"integer"}  # what a value is of exactly one of
 _NUMBER = frozenset({"integer", "number"})
 # How a keyword that is refused could be replaced.
 _WAYS_OUT: Mapping[str, str] = MappingProxyType(
@@ -160,7 +161,8 @@ def _in_place(node: Node) -> tuple[list[Any], list[Any]]:
     """`$ref` and its like, those before `properties` and those after: order is an answer's."""
     names = list(node.keywords)
     middle = min((names.index(k) for k in ("properties", "required") if k in names), default=0)
-    before, after = [], []
+    before: list[Any] = []
+    after: list[Any] = []
     for i, keyword in enumerate(names):
         if (member := _combination(node, keyword)) is not None:
             (before if i < middle else after).append(member)
@@ -584,3 +586,20 @@ def children(schema: Any) -> Iterator[Any]:
     for keyword in ("items", "additionalProperties"):
         if keyword in schema:
             yield schema[keyword]
+
+
+def type_of(value: Any) -> str:
+    """Which of INSTANCE_TYPES a value is of."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
