@@ -9,8 +9,10 @@ from itertools import chain
 
 from sapwood.runtime.answer_format import AnswerParts, joined
 from sapwood.runtime.detokenizer import IncrementalDetokenizer
+from sapwood.runtime.errors import EngineError
 from sapwood.runtime.outputs import (
     CompletionOutput,
+    FinishReason,
     Logprob,
     RequestOutput,
     TokenLogprobs,
@@ -65,7 +67,11 @@ class AnswerBuilder:
         return not self._num_unfinished
 
     def add(self, told: SequenceOutput) -> RequestOutput:
-        """The new piece: text, tokens and log-probabilities that were not given out before."""
+        """The new piece: text, tokens and log-probabilities that were not given out before.
+
+        Raises EngineError for an answer that ended by itself and breaks its constraint: where
+        masks do not enforce all of it (`Matcher.verdict`).
+        """
         self._num_unfinished -= told.finished
         text_ids = told.token_ids[:-1] if told.ended_by_token else told.token_ids
         answer = self._texts[told.answer_index]
@@ -90,7 +96,20 @@ class AnswerBuilder:
             prompt_logprobs=_prompt_logprobs(self._request, told.prompt_scores),
         )
         self._pieces.append(output)
+        if told.finish_reason is FinishReason.STOP and told.stop_reason is None:
+            self._judge(told.answer_index)
         return output
+
+    def _judge(self, answer_index: int) -> None:
+        matcher = self._request.matcher
+        if matcher is None:
+            return
+        fault = matcher.verdict(self._whole_answer(answer_index).text.encode())
+        if fault is not None:
+            raise EngineError(
+                f"the answer breaks its constraint: {fault}; ask again, or leave the constraint to "
+                "a backend that enforces all of it"
+            )
 
     def whole(self) -> RequestOutput:
         """All pieces so far as one output; there is at least one. O(tokens)."""

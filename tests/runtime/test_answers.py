@@ -20,11 +20,13 @@ from sapwood.runtime.answer_format import AnswerParts
 from sapwood.runtime.answers import AnswerBuilder
 from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.constraints.spec import ConstraintSpec, Whitespace
+from sapwood.runtime.errors import EngineError
 from sapwood.runtime.outputs import RequestMetrics
 from sapwood.runtime.reasoning import REASONING_TAGS, ReasoningFormat
 from sapwood.runtime.reasoning_block import ReasoningStart
 from sapwood.runtime.request import Request, SequenceOutput
 from tests.conftest import tiny_tokenizer
+from tests.runtime.automata import Automaton, AutomatonMatcher
 from tests.runtime.test_engine import assert_nothing_held, tiny_engine
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it does so"
@@ -401,3 +403,35 @@ def test_a_required_tool_call_follows_the_reasoning(thinker: Path) -> None:
         assert (call.name, json.loads(call.arguments)["city"]) == ("weather", "Rome")
         assert answer.parts.reasoning == answer.text.partition("</think>")[0].strip("\n")
         assert answer.parts.content == ""
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "stop_reason"),
+    [(FinishReason.STOP, None), (FinishReason.STOP, "!"), (FinishReason.LENGTH, None)],
+)
+def test_a_whole_answer_that_breaks_its_constraint_is_an_error(
+    finish_reason: FinishReason, stop_reason: str | None
+) -> None:
+    """Masks of some backends do not enforce all of a constraint; a cut answer is not judged."""
+
+    class Judge(AutomatonMatcher):
+        def verdict(self, text: bytes) -> str | None:
+            return "it says no" if text == b"no" else None
+
+    request = Request(
+        request_id="0", caller_id="0", prompt_token_ids=np.array([1], np.int32),
+        sampling=SamplingParams(), max_tokens=9, seed=0, eos_token_ids=(), arrival_time=0.0,
+        matcher=Judge(Automaton.of_path([1, 2])),
+    )  # fmt: skip
+    for tokens, is_broken in (((1, 2), True), ((1, 1), False)):
+        builder = AnswerBuilder(request, [b"", b"n", b"o"])
+        last = SequenceOutput(
+            request_id="0", token_ids=tokens[1:], finish_reason=finish_reason,
+            stop_reason=stop_reason, metrics=RequestMetrics(arrival_time=0.0),
+        )  # fmt: skip
+        builder.add(replace(last, token_ids=tokens[:1], finish_reason=None, stop_reason=None))
+        if is_broken and finish_reason is FinishReason.STOP and stop_reason is None:
+            with pytest.raises(EngineError, match="it says no"):
+                builder.add(last)
+        else:
+            assert builder.add(last).finished
