@@ -335,6 +335,19 @@ def test_a_conversation_without_tools_is_rendered_as_ever() -> None:
     assert render_with(SMOLLM2, "generic", two) == render(SMOLLM2, two)
 
 
+@pytest.mark.parametrize("after", ["auto", "required"])
+def test_the_next_prompt_goes_on_from_a_call_whatever_had_to_be_called(after: str) -> None:
+    """Else the tools and the conversation would be computed again after a call that had to be."""
+    named = {"type": "function", "function": {"name": "f"}}
+    tools = {"tools": [tool("f"), tool("g")], "parallel_tool_calls": False}
+    first = render_with(SMOLLM2, "generic", CALLED[:1], tool_choice=named, **tools)
+    one_call = {**CALLED[1], "tool_calls": CALLED[1]["tool_calls"][:1]}
+    history = [CALLED[0], one_call, CALLED[2]]
+    second = render_with(SMOLLM2, "generic", history, tool_choice=after, **tools)
+    written = '{"name": "f", "arguments": {"city": "Bern"}}<|im_end|>'
+    assert second.startswith(first + written)
+
+
 IN_TURN = """
 {%- for m in messages %}
     {%- set is_due = loop.index0 % 2 == 0 %}
