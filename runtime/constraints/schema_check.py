@@ -62,7 +62,7 @@ def make_task(setup: bytes) -> Task:
         if not answer:
             validator.check_schema(schema, format_checker=validator.FORMAT_CHECKER)
             return None
-        value = json.loads(answer[0], parse_constant=_refuse_constant)
+        value = json.loads(answer[0].decode(), parse_constant=_refuse_constant)
         registry: Registry[Any] = Registry()  # the default one fetches what a $ref names
         validator(schema, registry=registry).validate(value)
         return None

@@ -28,7 +28,8 @@ _WHITESPACE_OPTIONS: Mapping[Whitespace, Mapping[str, Any]] = MappingProxyType(
 )
 _NOT_ENFORCED = frozenset(
     "not if then else contains minContains maxContains uniqueItems dependentRequired "
-    "dependentSchemas dependencies unevaluatedItems unevaluatedProperties $dynamicRef".split()
+    "dependentSchemas dependencies unevaluatedItems unevaluatedProperties $dynamicRef "
+    "minLength maxLength".split()  # with a bound, strings may have control characters
 )
 # Beside one of these, other keywords are dropped.
 _EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
