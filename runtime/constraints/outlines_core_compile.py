@@ -12,7 +12,6 @@ from sapwood.runtime.constraints.messages import unpack
 from sapwood.runtime.constraints.token_automaton import explore
 from sapwood.runtime.constraints.token_table import TokenTable
 
-
 _TERMINATOR = "\U0010ffff"  # a noncharacter
 
 
