@@ -52,6 +52,11 @@ class OutlinesCoreBackend:
             mask_size=self._mask_size,
         )
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that compiles, if it runs."""
+        return self._process.pid
+
     def close(self) -> None:
         self._process.close()
 

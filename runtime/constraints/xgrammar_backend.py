@@ -99,6 +99,11 @@ class XgrammarBackend:
         first.fill_mask(np.empty_like(allowed))
         return XgrammarGrammar(compiled, first)
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that compiles, if it runs."""
+        return self._process.pid
+
     def close(self) -> None:
         self._process.close()
         self._checker.close()
@@ -109,7 +114,6 @@ class XgrammarBackend:
             case ConstraintKind.JSON_SCHEMA:
                 read_schema(spec.text)
                 options = json_options(spec)
-                self._checker.check_schema(spec.text)
                 verdict = partial(self._checker.verdict, spec.text)
                 return _Request.of(spec.kind, spec.text, options, verdict=verdict)
             case ConstraintKind.REGEX:
