@@ -34,16 +34,6 @@ def _negates_a_named_class(piece: re.Match[str]) -> bool:
     return any(name in escaped for name in ("dwsDWS" if piece["negated"] else "DWS"))
 
 
-def is_balanced(pattern: str) -> bool:
-    """Whether each ) of a pattern, in whatever notation, has a ( before it."""
-    depth = 0
-    for piece in _PIECE.finditer(pattern):
-        depth += {"(": 1, ")": -1}.get(piece[0], 0)
-        if depth < 0:
-            return False
-    return True
-
-
 def without_anchors(pattern: str) -> str:
     """A pattern without the anchors at its ends, which mean nothing where all of a text matches."""
     pattern = pattern.removeprefix("^")

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from sapwood.runtime.constraints.bounded_process import BoundedProcess, WorkError
 from sapwood.runtime.constraints.choices import read_choices
 from sapwood.runtime.constraints.compile_errors import grammar_error, kind_refused, require
-from sapwood.runtime.constraints.explicit_regex import is_balanced, without_anchors
+from sapwood.runtime.constraints.explicit_regex import without_anchors
 from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
 from sapwood.runtime.constraints.messages import pack
 from sapwood.runtime.constraints.outlines_core_schema import enforceable
+from sapwood.runtime.constraints.regex_text import python_to_rust
 from sapwood.runtime.constraints.schema_text import read_schema
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
 from sapwood.runtime.constraints.token_automaton import AutomatonGrammar, TokenAutomaton
@@ -65,7 +66,7 @@ def _request(spec: ConstraintSpec) -> Mapping[str, str]:
     """What `outlines_core_compile.py` reads."""
     match spec.kind:
         case ConstraintKind.REGEX:
-            return {"regex": _regex(spec.text)}
+            return {"regex": without_anchors(python_to_rust(spec.text))}
         case ConstraintKind.CHOICE:
             return {"regex": "|".join(map(_literal, read_choices(spec.text)))}
         case ConstraintKind.JSON_SCHEMA:
@@ -73,13 +74,6 @@ def _request(spec: ConstraintSpec) -> Mapping[str, str]:
             text = json.dumps(schema, ensure_ascii=False)
             return {"schema": text, "whitespace_pattern": _whitespace_pattern(spec)}
     raise kind_refused(spec.kind, OutlinesCoreBackend.name, _KINDS)
-
-
-def _regex(pattern: str) -> str:
-    """In Rust's notation, as outlines_core has it, and fit to stand in a group."""
-    if not is_balanced(pattern):
-        raise GrammarError("the regular expression has a ) without its (; write it as \\)")
-    return without_anchors(pattern)
 
 
 def _literal(choice: str) -> str:

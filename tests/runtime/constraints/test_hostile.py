@@ -17,9 +17,11 @@ from sapwood.runtime.constraints.bounded_process import MEMORY_LIMIT
 from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
 from sapwood.runtime.constraints.outlines_core_backend import OutlinesCoreBackend
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
+from sapwood.runtime.constraints.vocabulary import vocabulary_of
 from sapwood.runtime.constraints.xgrammar_backend import XgrammarBackend
 from sapwood.runtime.tokenizer import Tokenizer
-from tests.runtime.constraints.vocabularies import tiny_vocabulary, vocabulary_of
+from sapwood.runtime.weights import find_model
+from tests.runtime.constraints.vocabularies import tiny_vocabulary
 
 Backend = OutlinesCoreBackend | XgrammarBackend
 BACKENDS = (OutlinesCoreBackend, XgrammarBackend)
@@ -143,9 +145,8 @@ def test_what_takes_too_long_is_refused_and_the_next_constraint_is_compiled(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BACKENDS, ids=lambda kind: kind.name)
 def test_no_hostile_constraint_goes_beyond_its_bounds(kind: type[Backend], real_model: str) -> None:
-    from sapwood.runtime.pull import packaged_model_path
-
-    vocabulary = vocabulary_of(Tokenizer.from_folder(packaged_model_path(real_model)))
+    tokenizer = Tokenizer.from_folder(find_model(real_model))
+    vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size)
     with opened(kind, vocabulary) as backend:
         backend.compile(HARMLESS, deadline=30.0)
         assert backend.process_id is not None
