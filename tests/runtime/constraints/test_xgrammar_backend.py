@@ -1,13 +1,20 @@
 """What is xgrammar's own: finished answers are checked, structural tags, named special tokens."""
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sapwood.runtime.constraints.interface import GrammarError, Matcher, Vocabulary
+from sapwood.runtime.constraints.interface import (
+    ConstraintBackend,
+    GrammarError,
+    Matcher,
+    Vocabulary,
+)
+from sapwood.runtime.constraints.schema_check import SchemaChecker
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
 from sapwood.runtime.constraints.xgrammar_backend import MAX_FORCED_TOKENS, XgrammarBackend
 from sapwood.runtime.constraints.xgrammar_documents import (
@@ -15,22 +22,16 @@ from sapwood.runtime.constraints.xgrammar_documents import (
     refuse_what_is_not_enforced,
     structural_tag,
 )
-from tests.runtime.constraints.vocabularies import tiny_vocabulary
 
 DEADLINE = 30.0
 INTEGER = {"type": "integer"}
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return tiny_vocabulary()
-
-
-@pytest.fixture(scope="module")
-def backend(vocabulary: Vocabulary) -> Iterator[XgrammarBackend]:
-    backend = XgrammarBackend(vocabulary)
-    yield backend
-    backend.close()
+def backend(backend_named: Callable[[str], ConstraintBackend]) -> XgrammarBackend:
+    backend = backend_named("xgrammar")
+    assert isinstance(backend, XgrammarBackend)
+    return backend
 
 
 def tag_spec(document: Any, whitespace: Whitespace = Whitespace.COMPACT) -> ConstraintSpec:
@@ -259,3 +260,19 @@ def test_a_contradiction_is_refused(backend: XgrammarBackend) -> None:
     spec = ConstraintSpec.json_schema({"type": "integer", "minimum": 5, "maximum": 3})
     with pytest.raises(GrammarError):
         backend.compile(spec, deadline=DEADLINE)
+
+
+def test_a_missing_package_is_told_with_the_way_out(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install xgrammar") as caught:
+        XgrammarBackend(vocabulary)
+    assert caught.value.name == "xgrammar"
+
+
+def test_a_closed_checker_passes_nothing() -> None:
+    checker = SchemaChecker()
+    assert checker.verdict(json.dumps(INTEGER), b"1") is None
+    checker.close()
+    assert "closed" in str(checker.verdict(json.dumps(INTEGER), b"1"))
