@@ -39,7 +39,11 @@ class OutlinesCoreBackend:
             "sapwood.runtime.constraints.outlines_core_compile:make_task",
             TokenTable.of(vocabulary).to_bytes(),
         )
-        self._process.wait_until_ready()
+        try:
+            self._process.wait_until_ready()
+        except WorkError as error:
+            self.close()
+            raise grammar_error(error, self.name) from error
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> AutomatonGrammar:
         request = pack(_request(spec))

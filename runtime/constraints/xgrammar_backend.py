@@ -76,7 +76,11 @@ class XgrammarBackend:
         self._ordinary = mask_of(ordinary, vocabulary.mask_size)
         self._of_json = mask_of(of_json, vocabulary.mask_size)
         self._ends = mask_of(vocabulary.eos_token_ids, vocabulary.mask_size)
-        self._process.wait_until_ready()
+        try:
+            self._process.wait_until_ready()
+        except WorkError as error:
+            self.close()
+            raise grammar_error(error, self.name) from error
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> "XgrammarGrammar":
         """The deadline is for the work in the process; reading what comes back takes up to 0.4 s
