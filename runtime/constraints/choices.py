@@ -4,6 +4,8 @@ import json
 
 from sapwood.runtime.constraints.interface import GrammarError
 
+MAX_CHOICES = 10_000
+
 
 def read_choices(text: str) -> list[str]:
     """The strings, at least one. Raises GrammarError."""
@@ -13,6 +15,11 @@ def read_choices(text: str) -> list[str]:
         raise GrammarError(f"the choices are not valid JSON: {error}") from error
     if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
         raise GrammarError("choices are a list of at least one string, of valid Unicode")
+    if len(choices) > MAX_CHOICES:
+        raise GrammarError(
+            f"there are {len(choices)} choices, the limit is {MAX_CHOICES}; write them as a "
+            "regular expression"
+        )
     return choices
 
 

@@ -15,6 +15,7 @@ from sapwood.runtime.constraints.explicit_regex import without_anchors
 from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
 from sapwood.runtime.constraints.messages import pack
 from sapwood.runtime.constraints.outlines_core_schema import enforceable
+from sapwood.runtime.constraints.regex_text import python_to_rust
 from sapwood.runtime.constraints.schema_text import read_schema
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
 from sapwood.runtime.constraints.token_automaton import AutomatonGrammar, TokenAutomaton
@@ -38,7 +39,11 @@ class OutlinesCoreBackend:
             "sapwood.runtime.constraints.outlines_core_compile:make_task",
             TokenTable.of(vocabulary).to_bytes(),
         )
-        self._process.wait_until_ready()
+        try:
+            self._process.wait_until_ready()
+        except WorkError as error:
+            self.close()
+            raise grammar_error(error, self.name) from error
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> AutomatonGrammar:
         request = pack(_request(spec))
@@ -52,6 +57,11 @@ class OutlinesCoreBackend:
             mask_size=self._mask_size,
         )
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that compiles, if it runs."""
+        return self._process.pid
+
     def close(self) -> None:
         self._process.close()
 
@@ -60,7 +70,7 @@ def _request(spec: ConstraintSpec) -> Mapping[str, str]:
     """What `outlines_core_compile.py` reads."""
     match spec.kind:
         case ConstraintKind.REGEX:
-            return {"regex": without_anchors(spec.text)}
+            return {"regex": without_anchors(python_to_rust(spec.text))}
         case ConstraintKind.CHOICE:
             return {"regex": "|".join(map(_literal, read_choices(spec.text)))}
         case ConstraintKind.JSON_SCHEMA:

@@ -14,16 +14,13 @@ from typing import Any
 
 from sapwood.runtime.constraints.explicit_regex import read, restricted, written
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.schema_text import ANNOTATIONS
 from sapwood.runtime.regex_syntax import RegexError
 
 MAX_NODES = 5000  # after references are replaced by what they mean
 
 Schema = dict[str, Any]
 
-_ANNOTATIONS = frozenset(
-    "$schema $id $comment $defs definitions title description default examples deprecated readOnly "
-    "writeOnly".split()
-)
 _KEYWORDS_OF_TYPE = MappingProxyType(
     {
         "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
@@ -180,7 +177,7 @@ def _is_any(schema: Any) -> bool:
 
 
 def _assertions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    return {key: value for key, value in schema.items() if key not in ANNOTATIONS}
 
 
 def _implied_types(keywords: Mapping[str, Any]) -> list[str]:

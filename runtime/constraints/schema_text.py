@@ -6,11 +6,21 @@ from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
 
+MAX_TEXT_LEN = 2**18  # characters
 MAX_DEPTH = 64
+# Keywords that say nothing of what a value may be.
+ANNOTATIONS = frozenset(
+    "$schema $id $comment $defs definitions title description default examples deprecated readOnly "
+    "writeOnly".split()
+)
 
 
 def read_schema(text: str) -> Mapping[str, Any] | bool:
     """The schema in a text. Raises GrammarError. O(text)."""
+    if len(text) > MAX_TEXT_LEN:
+        raise GrammarError(
+            f"the JSON schema has {len(text)} characters, the limit is {MAX_TEXT_LEN}; shorten it"
+        )
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

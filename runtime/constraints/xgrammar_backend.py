@@ -48,6 +48,7 @@ _KINDS = (
     ConstraintKind.EBNF,
     ConstraintKind.STRUCTURAL_TAG,
 )
+_CONTROLS = frozenset(range(0x20)) - {*b"\n\r"}
 MAX_FORCED_TOKENS = 256  # a grammar can force tokens without end
 
 
@@ -70,11 +71,16 @@ class XgrammarBackend:
         self._process.start()
         self._checker = SchemaChecker()
         self._info = tokenizer_info(self._table)
-        self._ordinary = mask_of(
-            [token_id for token_id, _ in self._table.ordinary_tokens()], vocabulary.mask_size
-        )
+        ordinary = dict(self._table.ordinary_tokens())
+        of_json = [token_id for token_id in ordinary if _may_be_json(ordinary[token_id])]
+        self._ordinary = mask_of(ordinary, vocabulary.mask_size)
+        self._of_json = mask_of(of_json, vocabulary.mask_size)
         self._ends = mask_of(vocabulary.eos_token_ids, vocabulary.mask_size)
-        self._process.wait_until_ready()
+        try:
+            self._process.wait_until_ready()
+        except WorkError as error:
+            self.close()
+            raise grammar_error(error, self.name) from error
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> "XgrammarGrammar":
         """The deadline is for the work in the process; reading what comes back takes up to 0.4 s
@@ -89,11 +95,18 @@ class XgrammarBackend:
         if spec.kind is not ConstraintKind.JSON_SCHEMA:  # that is checked when it is finished
             _refuse_warnings(answer)
         compiled = CompiledGrammar.deserialize_json(answer.body.decode(), self._info)
-        allowed = self._ordinary | self._ends | mask_of(request.named_tokens, len(self._ends))
+        is_json = spec.kind is ConstraintKind.JSON_SCHEMA
+        allowed = self._of_json if is_json else self._ordinary
+        allowed = allowed | self._ends | mask_of(request.named_tokens, len(self._ends))
         masks = _Masks(allowed=allowed, ends=self._ends)
         first = XgrammarMatcher(GrammarMatcher(compiled), masks, request.verdict)
         first.fill_mask(np.empty_like(allowed))
         return XgrammarGrammar(compiled, first)
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that compiles, if it runs."""
+        return self._process.pid
 
     def close(self) -> None:
         self._process.close()
@@ -105,7 +118,6 @@ class XgrammarBackend:
             case ConstraintKind.JSON_SCHEMA:
                 read_schema(spec.text)
                 options = json_options(spec)
-                self._checker.check_schema(spec.text)
                 verdict = partial(self._checker.verdict, spec.text)
                 return _Request.of(spec.kind, spec.text, options, verdict=verdict)
             case ConstraintKind.REGEX:
@@ -131,6 +143,11 @@ class XgrammarBackend:
 
     def _spelling(self, token_id: int) -> str:
         return self._table.token_bytes[token_id].decode(errors="replace")
+
+
+def _may_be_json(spelled: bytes) -> bool:
+    """Not with control characters but line breaks, which xgrammar has in strings with a bound."""
+    return min(spelled) >= 0x20 or not set(spelled) & _CONTROLS
 
 
 def _nothing_wrong(answer: bytes) -> None:

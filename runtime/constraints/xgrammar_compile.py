@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood.runtime.constraints.bounded_process_main import Task
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.messages import unpack
+from sapwood.runtime.constraints.schema_check import refuse_what_is_no_schema
 from sapwood.runtime.constraints.spec import ConstraintKind
 from sapwood.runtime.constraints.token_table import TokenTable
 
@@ -18,6 +19,7 @@ def make_task(setup: bytes) -> Task:
 
     `setup` is a `TokenTable`.
     """
+    import jsonschema  # noqa: F401 (so that no fork has to)
     from xgrammar import GrammarCompiler
 
     info = tokenizer_info(TokenTable.from_bytes(setup))
@@ -55,6 +57,7 @@ def _compiled(
 ) -> "CompiledGrammar":
     match kind:
         case ConstraintKind.JSON_SCHEMA:
+            refuse_what_is_no_schema(text)
             return compiler.compile_json_schema(text, **json_options)
         case ConstraintKind.REGEX:
             return compiler.compile_regex(text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from sapwood.runtime.constraints.explicit_regex import read, written
 from sapwood.runtime.constraints.interface import GrammarError
-from sapwood.runtime.constraints.schema_text import read_schema
+from sapwood.runtime.constraints.schema_text import ANNOTATIONS, read_schema
 from sapwood.runtime.constraints.spec import ConstraintSpec, Whitespace
 from sapwood.runtime.regex_syntax import RegexError
 
@@ -28,14 +28,11 @@ _WHITESPACE_OPTIONS: Mapping[Whitespace, Mapping[str, Any]] = MappingProxyType(
 )
 _NOT_ENFORCED = frozenset(
     "not if then else contains minContains maxContains uniqueItems dependentRequired "
-    "dependentSchemas dependencies unevaluatedItems unevaluatedProperties $dynamicRef".split()
+    "dependentSchemas dependencies unevaluatedItems unevaluatedProperties $dynamicRef "
+    "minLength maxLength".split()  # with a bound, strings may have control characters
 )
 # Beside one of these, other keywords are dropped.
 _EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-_ANNOTATIONS = frozenset(
-    "$schema $id $comment $defs definitions title description default examples deprecated readOnly "
-    "writeOnly".split()
-)
 _TAGS = frozenset({"tags", "at_least_one", "stop_after_first"})
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -197,7 +194,7 @@ def refuse_what_is_not_enforced(schema: Mapping[str, Any] | bool) -> None:
 def _refuse_siblings(node: Mapping[str, Any]) -> None:
     for exclusive in _EXCLUSIVE:
         if exclusive in node:
-            others = node.keys() - _ANNOTATIONS - {exclusive}
+            others = node.keys() - ANNOTATIONS - {exclusive}
             for other in sorted(others):
                 raise _not_enforced(f"{other} beside {exclusive}", keyword=other)
 
