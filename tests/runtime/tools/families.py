@@ -7,6 +7,7 @@ from typing import Any
 
 from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.chat_template import ChatTemplate
+from sapwood.runtime.tools import TOOL_FORMATS
 
 _HERMES = """
 {%- if tools %}<|im_start|>system
@@ -122,5 +123,5 @@ FAITHFUL: Mapping[str, str] = MappingProxyType(
 def rendered(
     name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], **options: Any
 ) -> str:
-    template = ChatTemplate(TEMPLATES[name], {})
+    template = ChatTemplate(TEMPLATES[name], {}, tool_format=TOOL_FORMATS[name])
     return template.render(Chat(messages, ChatOptions(tools=tools, **options))).text

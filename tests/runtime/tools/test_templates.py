@@ -99,16 +99,15 @@ def test_generic_instructions_end_the_system_message_or_are_one() -> None:
     assert generic.messages([system, USER], TOOLS, ToolChoice(ToolMode.NONE)) == [system, USER]
 
 
-def test_generic_instructions_have_the_tools_that_may_be_called_and_the_form() -> None:
+def test_generic_instructions_have_all_tools_and_the_form_whichever_have_to_be_called() -> None:
     generic = tool_format("generic")
     auto = generic.instructions(TOOLS, ToolChoice())
     for tool in TOOLS:
         assert json.dumps(tool.as_json()["function"]) in auto
-    named = generic.instructions(TOOLS, ToolChoice.named("ping.all-2"))
-    assert '"ping"' not in named
+    for choice in (ToolChoice(ToolMode.REQUIRED), ToolChoice.named("ping.all-2")):
+        assert generic.instructions(TOOLS, choice) == auto
     assert "several" in auto
     assert "several" not in generic.instructions(TOOLS, ToolChoice(), parallel=False)
-    assert "several" not in named
     form = next(line for line in auto.splitlines() if '"arguments":' in line)
     example = json.loads(form[form.index("{") :])
     assert list(example) == ["name", "arguments"]
