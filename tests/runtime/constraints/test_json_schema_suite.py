@@ -174,8 +174,9 @@ def test_every_exception_is_needed(backend: LlguidanceBackend) -> None:
 @pytest.mark.parametrize("draft", COUNTS)
 def test_as_many_schemas_compile_as_did(backend: LlguidanceBackend, draft: str) -> None:
     counts = Counter(
-        "refused" if isinstance(compile_schema(backend, group["schema"]), GrammarError) else
-        "compiled"
+        "refused"
+        if isinstance(compile_schema(backend, group["schema"]), GrammarError)
+        else "compiled"
         for file in FILES
         if file.startswith(draft)
         for group in groups_of(file)

@@ -246,7 +246,12 @@ def test_a_tokenizer_that_fails_does_not_end_the_process() -> None:
     ("kind", "text", "answers", "others"),
     [
         (ConstraintKind.REGEX, "[ab]{2}", ["ab"], ["a", "abc"]),
-        (ConstraintKind.CHOICE, '["yes", "no", "n\\"o\\n", "é"]', ["yes", "no", 'n"o\n', "é"], ["y"]),
+        (
+            ConstraintKind.CHOICE,
+            '["yes", "no", "n\\"o\\n", "é"]',
+            ["yes", "no", 'n"o\n', "é"],
+            ["y"],
+        ),
         (ConstraintKind.LARK, 'start: "a" rest\nrest: "b" | "c"', ["ab", "ac"], ["a", "b"]),
         (ConstraintKind.EBNF, 'root ::= "a" other*\nother ::= [b-c]', ["a", "abc"], ["b"]),
         (ConstraintKind.EBNF, 'root ::= "\\u00e9" [\\u0041-\\u0043]', ["éA", "éC"], ["é", "éD"]),
