@@ -251,6 +251,8 @@ class LlguidanceMatcher:
         if matcher.is_error():
             _raise_error_of(matcher)
         np.bitwise_and(mask, self._allowed, out=mask)
+        if _has_bit(mask, self._eos_token_ids[0]) and not self.is_accepting:
+            _clear_bits(mask, self._eos_token_ids)  # a grammar may allow any token
         if self._number_limit is not None:
             self._number_limit.narrow(mask)
         return True
@@ -442,6 +444,12 @@ def _set_bits(mask: TokenMask, token_ids: Sequence[int]) -> None:
     words: Any = mask.view(np.uint32)
     for token_id in token_ids:
         words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def _clear_bits(mask: TokenMask, token_ids: Sequence[int]) -> None:
+    words: Any = mask.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
 
 
 def _has_bit(mask: TokenMask, token_id: int) -> bool:
