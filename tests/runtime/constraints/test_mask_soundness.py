@@ -6,6 +6,7 @@ search over bytes; and the tokens of a valid answer are all in its masks.
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.llguidance_backend import (
     LlguidanceBackend,
-    LlguidanceGrammar,
     LlguidanceMatcher,
 )
 from sapwood.runtime.constraints.spec import ConstraintSpec, Whitespace
@@ -26,6 +26,7 @@ VOCABULARY = vocabulary(*LONGER)
 SIZE = VOCABULARY.logits_size
 BACKEND = LlguidanceBackend(VOCABULARY)
 NUM_TRIED = 3  # tokens of each mask
+MAX_CLOSING_BYTES = 300
 # What ends things in JSON comes first; a random byte where none of them helps.
 CLOSING = tuple(b'"}]:,0123456789-' + b"aTZ@.+" + b"eulnrsf")
 REGEXES = (
@@ -40,24 +41,42 @@ REGEXES = (
 )
 
 
-def completes(matcher: LlguidanceMatcher, rng: random.Random, num_bytes: int = 400) -> bool:
-    """Whether an end is found by closing what is open, with a random byte now and then."""
-    for attempt in range(6):
-        current = matcher.copy()
-        for _ in range(num_bytes):
-            if current.is_accepting:
-                return True
-            options = [i for i in allowed(current, SIZE) if i < SIZE - 10]
-            if not options:
-                break
-            singles = [byte for byte in CLOSING if byte in options] or options
-            pick = rng.choice(options) if rng.random() < 0.1 * attempt else singles[0]
-            assert current.advance(pick)
+def completes(matcher: LlguidanceMatcher, words: list[bytes], rng: random.Random) -> bool:
+    """Whether an end is found by closing what is open, after one of the constraint's own words
+    where need be, and with a random byte now and then."""
+    return any(
+        closes(started, noise, rng)
+        for noise in (0.0, 0.1, 0.3, 0.5)
+        for word in (b"", b"}", *words)
+        if (started := after(matcher, word)) is not None
+    )
+
+
+def after(matcher: LlguidanceMatcher, word: bytes) -> LlguidanceMatcher | None:
+    """A copy that has taken in a word, after the rest of a character that is begun; None if it
+    may not come here."""
+    copy = matcher.copy()
+    while (options := allowed(copy, SIZE)) and 0x80 <= options[0] < 0xC0:
+        assert copy.advance(options[0])
+    return copy if all(copy.advance(byte) for byte in word) else None
+
+
+def closes(matcher: LlguidanceMatcher, noise: float, rng: random.Random) -> bool:
+    for _ in range(MAX_CLOSING_BYTES):
+        if matcher.is_accepting:
+            return True
+        options = [i for i in allowed(matcher, SIZE) if i not in VOCABULARY.special_token_ids]
+        if not options:
+            return False
+        closing = [byte for byte in CLOSING if byte in options] or options
+        assert matcher.advance(rng.choice(options) if rng.random() < noise else closing[0])
     return False
 
 
-def walk(grammar: LlguidanceGrammar, rng: random.Random, num_tokens: int) -> None:
-    matcher = grammar.matcher()
+def walk(spec: ConstraintSpec, rng: random.Random, num_tokens: int) -> None:
+    found = sorted(set(re.findall(r"\w{3,}", spec.text)))
+    words = [f"{opening}a{word}".encode() for word in found for opening in ("", '"', '{"')]
+    matcher = BACKEND.compile(spec, deadline=5).matcher()
     for _ in range(num_tokens):
         options = [i for i in allowed(matcher, SIZE) if i not in VOCABULARY.eos_token_ids]
         if not options:
@@ -66,7 +85,7 @@ def walk(grammar: LlguidanceGrammar, rng: random.Random, num_tokens: int) -> Non
         for token_id in rng.sample(options, min(NUM_TRIED, len(options))):
             tried = matcher.copy()
             assert tried.advance(token_id)
-            assert completes(tried, rng), VOCABULARY.token_bytes[token_id]
+            assert completes(tried, words, rng), (spec.text, VOCABULARY.token_bytes[token_id])
         assert matcher.advance(rng.choice(options))
 
 
@@ -79,28 +98,28 @@ def function_schemas() -> list[Any]:
     return [json.loads(line)["parameters"] for line in lines]
 
 
-def compilable(schemas: list[Any], count: int, rng: random.Random) -> list[LlguidanceGrammar]:
-    grammars = []
+def compilable(schemas: list[Any], count: int, rng: random.Random) -> list[ConstraintSpec]:
+    specs: list[ConstraintSpec] = []
     for schema in rng.sample(schemas, len(schemas)):
         whitespace = rng.choice(list(Whitespace))
+        spec = ConstraintSpec.json_schema(schema, whitespace=whitespace)
         try:
-            spec = ConstraintSpec.json_schema(schema, whitespace=whitespace)
-            grammars.append(BACKEND.compile(spec, deadline=5))
+            BACKEND.compile(spec, deadline=5)
         except GrammarError:
             continue
-        if len(grammars) == count:
+        specs.append(spec)
+        if len(specs) == count:
             break
-    return grammars
+    return specs
 
 
 def check_walks(num_schemas: int, num_tokens: int) -> None:
     rng = random.Random(num_schemas)
-    grammars = compilable(suite_schemas(), num_schemas // 2, rng)
-    grammars += compilable(function_schemas(), num_schemas - num_schemas // 2, rng)
-    grammars += [BACKEND.compile(ConstraintSpec.regex(r), deadline=5) for r in REGEXES]
-    assert len(grammars) == num_schemas + len(REGEXES)
-    for grammar in grammars:
-        walk(grammar, rng, num_tokens)
+    specs = compilable(suite_schemas(), num_schemas // 2, rng)
+    specs += compilable(function_schemas(), num_schemas - num_schemas // 2, rng)
+    assert len(specs) == num_schemas
+    for spec in (*specs, *map(ConstraintSpec.regex, REGEXES)):
+        walk(spec, rng, num_tokens)
 
 
 def test_every_allowed_token_has_a_completion() -> None:
