@@ -4,11 +4,11 @@ Functions of the Berkeley Function Calling Leaderboard, asked of one engine:
 
 - **tool calls** (`tool_choice` required) and **strict JSON** (a closed schema, no whitespace), each
   beside free text of the same length after the same prompt, computed before in both: forward
-  passes for each token, and wall time, alone and 16 at a time (48 requests in 16 seats). Free and
-  constrained text take
-  turns at being first. Answers are greedy.
-- **masks**: microseconds for each token that is drawn, its mask, its advance and the look for
-  forced tokens together, replayed on the very answers.
+  passes for each token, and wall time, alone and 16 at a time (half of all requests in 16 seats).
+  Free and constrained text take turns at being first. Answers are greedy; those that the model does
+  not end within 256 tokens are left out.
+- **masks**: microseconds for each token that is drawn, its mask and its advance, the look for forced
+  tokens, and setting logits; replayed on the very answers.
 - **new schemas**: milliseconds that a request waits for a schema nobody has sent before, and for
   one that was.
 
@@ -36,7 +36,7 @@ from common import (
     write_json,
 )
 
-from sapwood import ConstraintSpec, Engine, SamplingParams
+from sapwood import ConstraintSpec, Engine, FinishReason, SamplingParams
 from sapwood.kernels import load_kernels
 from sapwood.runtime.chat import Chat, ChatOptions
 from sapwood.runtime.config import ConstraintOptions
@@ -46,7 +46,6 @@ from sapwood.runtime.constraints.interface import Matcher
 from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend
 from sapwood.runtime.constraints.spec import Whitespace
 from sapwood.runtime.constraints.vocabulary import vocabulary_of
-from sapwood.runtime.token_masks import TokenMasks
 
 MAX_TOKENS = 256
 Function = dict[str, Any]
@@ -74,7 +73,8 @@ class Pair:
 def main() -> None:
     arguments = _parse()
     functions = read_json_lines(arguments.data)
-    with Engine(arguments.model, max_num_seqs=16) as engine:
+    # Room for all prompts, which are to be computed when the clock starts.
+    with Engine(arguments.model, max_num_seqs=16, kv_cache_memory=2**31) as engine:
         result: dict[str, Any] = {
             "question": "is constrained text faster than free text",
             "machine": machine(),
@@ -84,11 +84,12 @@ def main() -> None:
             "workloads": {},
         }
         for name, make in (("tool calls", _tool_call), ("strict JSON", _strict_json)):
-            tasks = [make(function) for function in functions]
-            _compare(engine, tasks[-arguments.warm_up :], 1, first_seed=10_000)
+            tasks = [make(function) for function in functions[: arguments.num_together]]
+            whole = _whole(engine, tasks)
             result["workloads"][name] = {
-                "alone": _compare(engine, tasks[: arguments.num_alone], 1),
-                "16 at a time": _compare(engine, tasks[: arguments.num_together], 48),
+                "num_cut_off": len(tasks) - len(whole),
+                "alone": _compare(engine, whole[:: max(1, len(whole) // arguments.num_alone)], 1),
+                "16 at a time": _compare(engine, whole, -(-len(whole) // 2)),
             }
         result["masks"] = _mask_costs(engine, functions[: arguments.num_alone])
     with Engine(arguments.model, max_num_seqs=16) as engine:
@@ -104,8 +105,7 @@ def _parse() -> argparse.Namespace:
     data = ROOT / "tests" / "data" / "bfcl" / "functions.jsonl"
     parser.add_argument("--data", type=Path, default=data, help="JSON lines of functions")
     parser.add_argument("--num-alone", type=int, default=40, help="requests that run alone")
-    parser.add_argument("--num-together", type=int, default=96, help="requests in batches of 48")
-    parser.add_argument("--warm-up", type=int, default=4, help="pairs that are not counted")
+    parser.add_argument("--num-together", type=int, default=300, help="requests in two batches")
     parser.add_argument("--out", type=Path, default=RESULTS / "structured.json")
     return parser.parse_args()
 
@@ -153,11 +153,20 @@ def _closed(schema: Any) -> Any:
 # -- passes and time ---------------------------------------------------------------------------
 
 
-def _compare(
-    engine: Engine, tasks: Sequence[Task], batch_size: int, first_seed: int = 0
-) -> dict[str, Any]:
+def _whole(engine: Engine, tasks: Sequence[Task]) -> list[Task]:
+    """Those that the model answers whole.
+
+    In the others it repeats itself within a string, where nothing is forced, up to the limit: up
+    to half of all tokens would be theirs.
+    """
+    answers = engine.generate([task.input for task in tasks], [_sampling(task) for task in tasks])
+    ended = (output.outputs[0].finish_reason is FinishReason.STOP for output in answers)
+    return [task for task, is_whole in zip(tasks, ended, strict=True) if is_whole]
+
+
+def _compare(engine: Engine, tasks: Sequence[Task], batch_size: int) -> dict[str, Any]:
     batches = [tasks[i : i + batch_size] for i in range(0, len(tasks), batch_size)]
-    pairs = [_pair(engine, batch, first_seed + i) for i, batch in enumerate(batches)]
+    pairs = [_pair(engine, batch, free_first=i % 2 == 0) for i, batch in enumerate(batches)]
     seconds, free_seconds = (sum(p.seconds for p in pairs), sum(p.free_seconds for p in pairs))
     passes, free_passes = (sum(p.passes for p in pairs), sum(p.free_passes for p in pairs))
     tokens = sum(p.tokens for p in pairs)
@@ -173,17 +182,15 @@ def _compare(
     }
 
 
-def _pair(engine: Engine, tasks: Sequence[Task], seed: int) -> Pair:
+def _pair(engine: Engine, tasks: Sequence[Task], *, free_first: bool) -> Pair:
     """The lengths of free answers are those of the constrained ones, so they are found first, by
     a run that is not counted; from then on all prompts are computed."""
-    sampling = [_sampling(task, seed) for task in tasks]
+    sampling = [_sampling(task) for task in tasks]
     engine.flush_cache()
     answers = engine.generate([task.input for task in tasks], sampling)
     prompts = [output.prompt_token_ids for output in answers]
     lengths = [len(output.outputs[0].token_ids) for output in answers]
-    free = [
-        SamplingParams(max_tokens=n, temperature=0.0, seed=seed, ignore_eos=True) for n in lengths
-    ]
+    free = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
 
     def constrained_run() -> tuple[float, int]:
         return _run(engine, prompts, [task.input for task in tasks], sampling)
@@ -191,16 +198,14 @@ def _pair(engine: Engine, tasks: Sequence[Task], seed: int) -> Pair:
     def free_run() -> tuple[float, int]:
         return _run(engine, prompts, prompts, free)
 
-    runs = (constrained_run, free_run) if seed % 2 else (free_run, constrained_run)
+    runs = (free_run, constrained_run) if free_first else (constrained_run, free_run)
     timed = {run: run() for run in runs}
     (seconds, passes), (free_seconds, free_passes) = timed[constrained_run], timed[free_run]
     return Pair(seconds, passes, sum(lengths), free_seconds, free_passes)
 
 
-def _sampling(task: Task, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=MAX_TOKENS, temperature=0.0, seed=seed, constraint=task.constraint
-    )
+def _sampling(task: Task) -> SamplingParams:
+    return SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, constraint=task.constraint)
 
 
 def _run(
@@ -219,21 +224,14 @@ def _run(
 
 
 def _mask_costs(engine: Engine, functions: Sequence[Function]) -> dict[str, Any]:
-    """Microseconds of each token that is drawn, over the answers to `functions`."""
+    """Microseconds of a row, over the answers to `functions`, each schema compiled just before."""
     vocabulary = vocabulary_of(engine.tokenizer, engine.info.vocab_size)
     backend = LlguidanceBackend(vocabulary)
-    masks = TokenMasks(
-        load_kernels("cpu"),
-        max_rows=1,
-        vocab_size=vocabulary.logits_size,
-        device=torch.device("cpu"),
-    )
-    logits = torch.zeros(1, vocabulary.logits_size)
-    tasks = [_strict_json(function) for function in functions]
-    answers = engine.generate(
-        [task.input for task in tasks], [_sampling(task, seed) for seed, task in enumerate(tasks)]
-    )
+    mask = np.zeros(vocabulary.mask_size, np.int32)
+    tasks = _whole(engine, [_strict_json(function) for function in functions])
+    answers = engine.generate([task.input for task in tasks], [_sampling(task) for task in tasks])
     drawn: list[float] = []
+    searches: list[float] = []
     num_forced = 0
     for task, output in zip(tasks, answers, strict=True):
         assert task.constraint is not None
@@ -243,17 +241,39 @@ def _mask_costs(engine: Engine, functions: Sequence[Function]) -> dict[str, Any]
         num_forced += at
         while at < len(tokens):
             started = time.perf_counter()
-            masks.apply(logits, {0: matcher})
+            matcher.fill_mask(mask)
             matcher.advance(tokens[at])
+            advanced = time.perf_counter()
+            matcher.forced_tokens()
+            searches.append(1e6 * (time.perf_counter() - advanced))
+            drawn.append(1e6 * (advanced - started))
             num_taken = _take_forced(matcher)
-            drawn.append(1e6 * (time.perf_counter() - started))
             num_forced += num_taken
             at += 1 + num_taken
-    tail = np.percentile(drawn, [90, 99])
     return {
-        "microseconds": spread(drawn) | {"p90": tail[0], "p99": tail[1]},
+        "mask_and_advance": _with_tail(drawn),
+        "search_for_forced": _with_tail(searches),
+        "applied_to_logits": spread(_application_costs(vocabulary.logits_size)),
         "forced_share": num_forced / (num_forced + len(drawn)),
     }
+
+
+def _application_costs(vocab_size: int, num_rows: int = 16) -> list[float]:
+    """Microseconds for each of the rows to set logits by masks that are there."""
+    kernels = load_kernels("cpu")
+    logits, rows = torch.zeros(num_rows, vocab_size), torch.arange(num_rows)
+    allowed = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32)
+    found = []
+    for _ in range(200):
+        started = time.perf_counter()
+        kernels.mask_logits(logits, rows, allowed)
+        found.append(1e6 * (time.perf_counter() - started) / num_rows)
+    return found
+
+
+def _with_tail(values: Sequence[float]) -> dict[str, float]:
+    p90, p99 = np.percentile(values, [90, 99]).tolist()
+    return spread(values) | {"p90": p90, "p99": p99}
 
 
 def _take_forced(matcher: Matcher) -> int:
@@ -278,7 +298,7 @@ def _waits(engine: Engine, functions: Sequence[Function]) -> dict[str, Any]:
                 started = time.perf_counter()
                 compiler.matchers([spec]).result()
                 milliseconds.append(1e3 * (time.perf_counter() - started))
-            found[name] = spread(milliseconds) | {"p99": float(np.percentile(milliseconds, 99))}
+            found[name] = _with_tail(milliseconds)
         return found
     finally:
         compiler.close()
@@ -289,18 +309,22 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"{info['model_name']}, {info['dtype']}, quantize {info['quantize']}"
     for name, by_batch in result["workloads"].items():
         for batch, figures in by_batch.items():
+            if batch == "num_cut_off":
+                continue
             yield (
                 f"{name}, {batch}: {figures['fewer_passes']:.2f} times fewer passes "
                 f"({figures['passes_per_token']:.2f} a token), {figures['time_ratio']:.2f} of the "
                 f"time of free text ({figures['tokens_per_second']:.0f} and "
                 f"{figures['free_tokens_per_second']:.0f} tokens/s)"
             )
-    masks = result["masks"]["microseconds"]
-    yield (
-        f"masks: median {masks['median']:.1f}, mean {masks['mean']:.1f}, p90 {masks['p90']:.0f}, "
-        f"p99 {masks['p99']:.0f} us a token that is drawn; "
-        f"{result['masks']['forced_share']:.0%} of tokens are forced"
-    )
+    for name in ("mask_and_advance", "search_for_forced", "applied_to_logits"):
+        figures = result["masks"][name]
+        tail = f", p99 {figures['p99']:.0f}" if "p99" in figures else ""
+        yield (
+            f"{name.replace('_', ' ')}: median {figures['median']:.1f}, "
+            f"mean {figures['mean']:.1f}{tail} us a row"
+        )
+    yield f"{result['masks']['forced_share']:.0%} of tokens are forced"
     for name, figures in result["new_schemas"].items():
         yield f"{name} schema: median {figures['median']:.2f}, p99 {figures['p99']:.2f} ms"
 

@@ -5,9 +5,11 @@ appending forced tokens changes no answer. It computes lazily: what a grammar co
 masks, so that both compiling and each mask have limits of work here.
 """
 
+import ctypes
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +66,7 @@ _KNOWN_ERRORS = (
     ("schema too large", None, "the schema is too large where it is multiplied out; simplify it"),
     ("stack level exceeded", None, "the schema's combinations are nested too deeply; simplify it"),
 )
+_MAX_KEPT_TEXTS, _MAX_KEPT_CHARS = 4096, 256  # of forced texts whose tokens are kept
 _JSON_KINDS = frozenset({ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG})
 
 
@@ -247,7 +250,7 @@ class LlguidanceMatcher:
             _set_bits(mask, self._eos_token_ids)
             return True
         matcher = self._matcher
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
         if matcher.is_error():
             _raise_error_of(matcher)
         np.bitwise_and(mask, self._allowed, out=mask)
@@ -331,12 +334,17 @@ class _TokenizerObject:
             token: i for i, token in enumerate(vocabulary.token_bytes) if token
         } | {vocabulary.token_bytes[i]: -1 for i in vocabulary.special_token_ids}
         self._max_token_len = max(map(len, vocabulary.token_bytes), default=1)
+        self._kept_ids = lru_cache(_MAX_KEPT_TEXTS)(self._ids_of)
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str) -> Sequence[int]:
         """Ids whose bytes are the text's, as the tokenizer has them where it can.
 
-        Tokenizers that put a space in front of a text are asked with a line feed before it.
+        Short texts are kept: they are the keys of schemas, asked for in every answer.
         """
+        return self._kept_ids(text) if len(text) <= _MAX_KEPT_CHARS else self._ids_of(text)
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Tokenizers that put a space in front of a text are asked with a line feed before it."""
         wanted = text.encode(errors="replace")
         for prefix in ("", "\n"):
             token_ids = self._encoded_after(prefix, text)
@@ -450,6 +458,11 @@ def _clear_bits(mask: TokenMask, token_ids: Sequence[int]) -> None:
     words: Any = mask.view(np.uint32)
     for token_id in token_ids:
         words[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+
+
+def _address(mask: TokenMask) -> int:
+    """Where its words begin; a quarter of the time of numpy's own way."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mask.data))
 
 
 def _has_bit(mask: TokenMask, token_id: int) -> bool:
