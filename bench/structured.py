@@ -5,10 +5,10 @@ Functions of the Berkeley Function Calling Leaderboard, asked of one engine:
 - **tool calls** (`tool_choice` required) and **strict JSON** (a closed schema, no whitespace), each
   beside free text of the same length after the same prompt, computed before in both: forward
   passes for each token, and wall time, alone and 16 at a time (half of all requests in 16 seats).
-  Free and constrained text take turns at being first. Answers are greedy; those that the model does
-  not end within 256 tokens are left out.
-- **masks**: microseconds for each token that is drawn, its mask and its advance, the look for forced
-  tokens, and setting logits; replayed on the very answers.
+  Free and constrained text take turns at being first. Answers are greedy; those that the model
+  does not end within 256 tokens are left out.
+- **masks**: microseconds for each token that is drawn, its mask and its advance, the look for
+  forced tokens, and setting logits; replayed on the very answers.
 - **new schemas**: milliseconds that a request waits for a schema nobody has sent before, and for
   one that was.
 
@@ -16,6 +16,7 @@ Functions of the Berkeley Function Calling Leaderboard, asked of one engine:
 """
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -46,6 +47,7 @@ from sapwood.runtime.constraints.interface import Matcher
 from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend
 from sapwood.runtime.constraints.spec import Whitespace
 from sapwood.runtime.constraints.vocabulary import vocabulary_of
+from sapwood.runtime.request import TokenIds
 
 MAX_TOKENS = 256
 Function = dict[str, Any]
@@ -105,7 +107,9 @@ def _parse() -> argparse.Namespace:
     data = ROOT / "tests" / "data" / "bfcl" / "functions.jsonl"
     parser.add_argument("--data", type=Path, default=data, help="JSON lines of functions")
     parser.add_argument("--num-alone", type=int, default=40, help="requests that run alone")
-    parser.add_argument("--num-together", type=int, default=300, help="requests in two batches")
+    parser.add_argument(
+        "--num-together", type=int, default=160, help="requests, of which half run at a time"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "structured.json")
     return parser.parse_args()
 
@@ -132,8 +136,8 @@ def _tool_call(function: Function) -> Task:
 
 def _strict_json(function: Function) -> Task:
     """The arguments alone, as the text of the answer."""
-    question = f"{function['question']}\nAnswer with the arguments of {function['name']} as JSON."
     schema = _closed(function["parameters"])
+    question = f"{function['question']}\nAnswer in JSON by this schema: {json.dumps(schema)}"
     spec = ConstraintSpec.json_schema(schema, whitespace=Whitespace.COMPACT)
     return Task(Chat([{"role": "user", "content": question}]), spec)
 
@@ -185,18 +189,17 @@ def _compare(engine: Engine, tasks: Sequence[Task], batch_size: int) -> dict[str
 def _pair(engine: Engine, tasks: Sequence[Task], *, free_first: bool) -> Pair:
     """The lengths of free answers are those of the constrained ones, so they are found first, by
     a run that is not counted; from then on all prompts are computed."""
-    sampling = [_sampling(task) for task in tasks]
+    prompts, sampling = _prepared(engine, tasks)
     engine.flush_cache()
-    answers = engine.generate([task.input for task in tasks], sampling)
-    prompts = [output.prompt_token_ids for output in answers]
+    answers = engine.generate(prompts, sampling)
     lengths = [len(output.outputs[0].token_ids) for output in answers]
     free = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
 
     def constrained_run() -> tuple[float, int]:
-        return _run(engine, prompts, [task.input for task in tasks], sampling)
+        return _run(engine, prompts, sampling)
 
     def free_run() -> tuple[float, int]:
-        return _run(engine, prompts, prompts, free)
+        return _run(engine, prompts, free)
 
     runs = (free_run, constrained_run) if free_first else (constrained_run, free_run)
     timed = {run: run() for run in runs}
@@ -208,14 +211,21 @@ def _sampling(task: Task) -> SamplingParams:
     return SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, constraint=task.constraint)
 
 
+def _prepared(engine: Engine, tasks: Sequence[Task]) -> tuple[list[TokenIds], list[SamplingParams]]:
+    """Prompts as tokens and what constrains their answers, also where tools do: so that both runs
+    begin at the same point."""
+    requests = engine._requests([task.input for task in tasks], [_sampling(task) for task in tasks])
+    return [r.prompt_token_ids for r in requests], [r.sampling for r in requests]
+
+
 def _run(
-    engine: Engine, prompts: Sequence[Any], inputs: Sequence[Any], sampling: list[SamplingParams]
+    engine: Engine, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams]
 ) -> tuple[float, int]:
     """Seconds and forward passes of a batch whose prompts are computed, and nothing after them."""
     engine.flush_cache()
     engine.generate(prompts, SamplingParams(max_tokens=1))
     num_steps, started = engine.stats().num_steps, time.perf_counter()
-    engine.generate(inputs, sampling)
+    engine.generate(prompts, sampling)
     seconds = time.perf_counter() - started
     return seconds, engine.stats().num_steps - num_steps
 
