@@ -138,7 +138,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     )
     masks = TokenMasks(
         kernels,
-        max_rows=config.scheduler.max_num_seqs,
+        num_rows=config.scheduler.max_num_seqs,
         vocab_size=loaded.config.vocab_size,
         device=device,
     )

@@ -56,25 +56,29 @@ class ModelRunner:
         scores = [_scores(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
         sampled = self._sample(plan, logits)
         return [
-            ChunkResult(sampled=tuple(islice(sampled, chunk.num_samples)), scores=of_prompt)
+            ChunkResult(sampled=tuple(islice(sampled, chunk.num_drawn)), scores=of_prompt)
             for chunk, of_prompt in zip(plan.chunks, scores, strict=True)
         ]
 
     def _sample(self, plan: StepPlan, logits: Tensor) -> Iterator[SampledToken]:
         """The tokens that are drawn, those of a chunk behind each other; overwrites logits."""
         last_rows = np.cumsum([chunk.num_logits for chunk in plan.chunks]) - 1
-        rows = [
-            SamplingRow.of(chunk.sequence, int(last_row), num_forks)
-            for chunk, last_row in zip(plan.chunks, last_rows, strict=True)
-            for num_forks in range(chunk.num_samples)
-        ]
+        rows: list[SamplingRow] = []
+        for chunk, last_row in zip(plan.chunks, last_rows.tolist(), strict=True):
+            sequence, num_drafts = chunk.sequence, chunk.num_drafts
+            for num_tried in range(num_drafts):
+                at = last_row - num_drafts + num_tried
+                rows.append(SamplingRow.of(sequence, at, num_tried=num_tried))
+            for num_forks in range(chunk.num_samples):
+                row = SamplingRow.of(sequence, last_row, num_forks, num_tried=num_drafts)
+                rows.append(row)
         return iter(sample(logits, rows, self._masks))
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors. numpy work per chunk, none in Python per token."""
         device = self._kv.spec.device
         block_size = self._kv.spec.block_size
-        input_ids = np.concatenate([c.sequence.token_ids[c.start : c.end] for c in plan.chunks])
+        input_ids = np.concatenate([chunk.token_ids for chunk in plan.chunks])
         positions = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
         blocks = np.concatenate([_blocks_of_rows(c, block_size) for c in plan.chunks])
         slots = blocks.astype(np.int64) * block_size + positions % block_size

@@ -4,6 +4,7 @@ Knows no tensors and reads no clock.
 """
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -90,6 +91,7 @@ class Sequence:
         "matcher",
         "num_cached_prompt_tokens",
         "num_computed",
+        "num_drafts",
         "num_matched",
         "num_overtaken",
         "num_preemptions",
@@ -111,6 +113,7 @@ class Sequence:
         self.num_tokens = request.num_prompt_tokens
         self.num_told = 0  # generated tokens that an output had
         self.num_computed = 0
+        self.num_drafts = 0  # tokens behind `num_tokens` that are to be tried
         self.num_prefill_tokens = 0  # known when it was last admitted
         self.early_stop: Stop | None = None  # why it ends without a token being drawn
         self.matcher = None if request.matcher is None else request.matcher.copy()
@@ -167,6 +170,11 @@ class Sequence:
         return self._buffer[: self.num_tokens]
 
     @property
+    def tried_token_ids(self) -> TokenIds:
+        """Prompt, answer so far and drafts, int32 [num_tokens + num_drafts]; a view."""
+        return self._buffer[: self.num_tokens + self.num_drafts]
+
+    @property
     def settled_token_ids(self) -> TokenIds:
         """The tokens whose keys and values exist, int32 [num_computed]; a view."""
         return self._buffer[: self.num_computed]
@@ -207,11 +215,22 @@ class Sequence:
         """Add a generated token. Amortised O(1): the buffer doubles."""
         if self.scores is not None:
             self.scores.append(self.num_tokens, logprob)
-        if self.num_tokens == len(self._buffer):
-            room = max(64, self.num_tokens)
-            self._buffer = np.concatenate([self._buffer, np.empty(room, np.int32)])
+        self._make_room(1)
         self._buffer[self.num_tokens] = token_id
         self.num_tokens += 1
+        self.num_drafts = 0
+
+    def draft(self, token_ids: SequenceOf[int]) -> None:
+        """Tokens to try next; they are gone with the next token that is appended."""
+        self.num_drafts = len(token_ids)
+        if token_ids:
+            self._make_room(len(token_ids))
+            self._buffer[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
+
+    def _make_room(self, num_tokens: int) -> None:
+        if self.num_tokens + num_tokens > len(self._buffer):
+            room = max(64, self.num_tokens)
+            self._buffer = np.concatenate([self._buffer, np.empty(room, np.int32)])
 
     def failure(self, error: str, now: float) -> "SequenceOutput":
         """What there is to tell when it cannot go on."""

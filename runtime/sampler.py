@@ -6,6 +6,7 @@ parameters, seed, position and tokens; what else is in the batch does not matter
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.runtime.constraints.interface import Matcher
+from sapwood.runtime.constraints.interface import GrammarError, Matcher
 from sapwood.runtime.noise import answer_seed, uniform
 from sapwood.runtime.outputs import Logprob, TokenLogprobs
 from sapwood.runtime.request import SampledToken, Sequence, TokenIds
@@ -43,10 +44,17 @@ class SamplingRow:
     matcher: Matcher | None = None
 
     @classmethod
-    def of(cls, sequence: Sequence, logits_index: int, num_forks: int = 0) -> "SamplingRow":
-        """For the next token of a sequence, or of the `num_forks`-th that is forked from it."""
+    def of(
+        cls, sequence: Sequence, logits_index: int, num_forks: int = 0, num_tried: int = 0
+    ) -> "SamplingRow":
+        """For the next token of a sequence, or of the `num_forks`-th that is forked from it.
+
+        With `num_tried`, for the one after that many of its drafts.
+        """
         params = sequence.request.sampling
-        hold_off_end = sequence.num_generated < params.min_tokens
+        num_known = sequence.num_tokens + num_tried
+        num_generated = sequence.num_generated + num_tried
+        hold_off_end = num_generated < params.min_tokens
         held_off = sequence.end_token_ids if hold_off_end else frozenset[int]()
         if sequence.matcher is not None and params.ignore_eos:
             held_off |= frozenset(sequence.request.eos_token_ids)  # its mask may have them
@@ -54,16 +62,30 @@ class SamplingRow:
             params=params,
             seed=answer_seed(sequence.request.seed, sequence.answer_index + num_forks),
             logits_index=logits_index,
-            token_ids=sequence.token_ids,
+            token_ids=sequence.tried_token_ids[:num_known],
             num_prompt_tokens=sequence.request.num_prompt_tokens,
             held_off_token_ids=tuple(held_off),
-            matcher=sequence.matcher,
+            matcher=_matcher_after(sequence, num_tried),
         )
 
     @property
     def position(self) -> int:
         """Of the token to draw."""
         return len(self.token_ids)
+
+
+def _matcher_after(sequence: Sequence, num_tried: int) -> Matcher | None:
+    """What constrains the token after that many drafts.
+
+    Where it does not take a draft, that one is not drawn, and what comes after does not count.
+    """
+    if sequence.matcher is None or not num_tried:
+        return sequence.matcher
+    matcher = sequence.matcher.copy()
+    drafts = sequence.tried_token_ids[sequence.num_tokens :][:num_tried].tolist()
+    with suppress(GrammarError):
+        all(map(matcher.advance, drafts))
+    return matcher
 
 
 def sample(

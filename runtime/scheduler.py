@@ -11,7 +11,7 @@ cached prefix (Zheng et al. 2024, SGLang). Knows no tensors, no text, and reads 
 import logging
 from bisect import bisect_right, insort
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sapwood.radix import PrefixCache
 from sapwood.runtime.admission import LengthEstimator, PeakBudget
@@ -199,9 +199,24 @@ class Scheduler:
                 continue  # preempted by one before it
             length = min(sequence.num_uncomputed, budget)
             if length and self._grow(sequence, sequence.num_computed + length):
-                chunks.append(_chunk(sequence, length))
-                budget -= length
+                chunk = self._with_drafts(_chunk(sequence, length), budget - length)
+                chunks.append(chunk)
+                budget -= chunk.length
         return budget
+
+    def _with_drafts(self, chunk: Chunk, budget: int) -> Chunk:
+        """The chunk, and the drafts after it where they cost nobody else anything."""
+        num_drafts = chunk.sequence.num_drafts
+        if not num_drafts or num_drafts > budget or chunk.num_samples != 1:
+            return chunk
+        if not chunk.sequence.held_lease.extend(chunk.end + num_drafts):
+            return chunk
+        return replace(
+            chunk,
+            length=chunk.length + num_drafts,
+            num_logits=chunk.num_logits + num_drafts,
+            num_drafts=num_drafts,
+        )
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get blocks for `num_tokens` tokens, at the cost of the newest; False if that is it."""
@@ -252,8 +267,9 @@ class Scheduler:
             admitted.append(sequence)
             num_seats -= sequence.num_seats
             length = min(sequence.num_uncomputed, budget)
-            chunks.append(_chunk(sequence, length))
-            budget -= length
+            chunk = self._with_drafts(_chunk(sequence, length), budget - length)
+            chunks.append(chunk)
+            budget -= chunk.length
         self._count_overtaken(admitted, held)
 
     def _candidates(self) -> list[Sequence]:
@@ -410,12 +426,17 @@ class Scheduler:
         outputs: list[SequenceOutput] = []
         for chunk, result in zip(plan.chunks, results, strict=True):
             sequence = chunk.sequence
-            if result.sampled:
+            if chunk.num_drafts:
+                outputs.append(self._take(sequence, _accepted(chunk, result.sampled), now))
+            elif result.sampled:
                 first, *others = result.sampled
                 # Forked before the first answer can end and give its lease back.
                 forks = [self._fork(sequence, index) for index in range(1, 1 + len(others))]
-                outputs.append(self._take(sequence, first, now))
-                outputs += map(self._take, forks, others, [now] * len(others))
+                outputs.append(self._take(sequence, [first], now))
+                outputs += [
+                    self._take(fork, [token], now)
+                    for fork, token in zip(forks, others, strict=True)
+                ]
             elif sequence.early_stop is not None and not sequence.num_uncomputed:
                 outputs += self._end_early(sequence, sequence.early_stop, now)
         return outputs
@@ -426,7 +447,7 @@ class Scheduler:
         if lease.copy is not None:
             lease.copied()
         was_prefilling = sequence.is_prefilling
-        sequence.num_computed = chunk.end
+        sequence.num_computed = chunk.end - chunk.num_drafts
         if result.scores is not None and sequence.scores is not None:
             sequence.scores.take_computed(chunk.first_score, result.scores)
         if was_prefilling:
@@ -480,10 +501,15 @@ class Scheduler:
             return None
         try:
             forced = matcher.forced_tokens()
+            stops = (self._append(sequence, token_id) for token_id in forced)
+            stop = next((stop for stop in stops if stop is not None), None)
+            if stop is None:
+                room = sequence.request.max_tokens - sequence.num_generated - 1
+                room = min(room, self._max_model_len - sequence.num_tokens - 1)
+                sequence.draft(matcher.likely_tokens()[: max(0, room)])
         except Exception as error:
             return _broken(error)
-        stops = (self._append(sequence, token_id) for token_id in forced)
-        return next((stop for stop in stops if stop is not None), None)
+        return stop
 
     def _append(
         self, sequence: Sequence, token_id: int, logprob: float | None = None
@@ -496,12 +522,19 @@ class Scheduler:
             stop = _advance_matcher(sequence.matcher, token_id)
         return stop or self._stop_at_length(sequence)
 
-    def _take(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceOutput:
-        if not token.is_sound:
-            self._drop(sequence, publish=False)
-            return sequence.failure(_fault(sequence, token), now)
-        logprob = None if token.logprobs is None else token.logprobs.logprob
-        stop = self._append(sequence, token.token_id, logprob)
+    def _take(
+        self, sequence: Sequence, tokens: SequenceOf[SampledToken], now: float
+    ) -> SequenceOutput:
+        """Add what was drawn, all but the last of which were drafts and are computed."""
+        for token in tokens:
+            if not token.is_sound:
+                self._drop(sequence, publish=False)
+                return sequence.failure(_fault(sequence, token), now)
+            logprob = None if token.logprobs is None else token.logprobs.logprob
+            stop = self._append(sequence, token.token_id, logprob)
+            if stop is not None:
+                break
+        sequence.num_computed += min(len(tokens) - 1, sequence.num_uncomputed)
         if stop is None and sequence.matcher is not None:
             stop = self._jump_forward(sequence, sequence.matcher)
         if stop is None:
@@ -628,6 +661,15 @@ def _chunk(sequence: Sequence, length: int) -> Chunk:
         # The row before a token gives its score.
         num_logits = max(num_logits, end - max(start, first - 1))
     return Chunk(sequence, start, length, num_logits, sequence.num_seats if samples else 0)
+
+
+def _accepted(chunk: Chunk, sampled: SequenceOf[SampledToken]) -> SequenceOf[SampledToken]:
+    """The tokens that count: up to the first that is not the draft in its place."""
+    drafts = chunk.token_ids[chunk.length - chunk.num_drafts :].tolist()
+    for index, (token, draft) in enumerate(zip(sampled, drafts, strict=False)):
+        if not token.is_sound or token.token_id != draft:
+            return sampled[: index + 1]
+    return sampled
 
 
 def _advance_matcher(matcher: Matcher, token_id: int) -> Stop | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.radix import BlockCopy
-from sapwood.runtime.request import Sequence
+from sapwood.runtime.request import Sequence, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,9 @@ class Chunk:
     `num_logits` of its last rows need logits: 0 inside a prompt, 1 to sample, more where prompt
     tokens are scored; `num_samples` tokens are drawn from the last one: 1, or as many as answers
     begin there. Prefill, a chunk of it, decode and resume after preemption are all this.
+
+    The last `num_drafts` tokens are drafts: one token is drawn from the row before each of them as
+    well, and the first that is another one is the answer's.
     """
 
     sequence: Sequence
@@ -21,6 +24,17 @@ class Chunk:
     length: int
     num_logits: int
     num_samples: int
+    num_drafts: int = 0
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """int32 [length]; a view."""
+        return self.sequence.tried_token_ids[self.start : self.end]
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that are drawn from its rows."""
+        return self.num_drafts + self.num_samples
 
     @property
     def end(self) -> int:

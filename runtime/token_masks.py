@@ -13,29 +13,37 @@ logger = logging.getLogger(__name__)
 
 
 class TokenMasks:
-    """Room for `max_rows` masks of `vocab_size` tokens; page-locked where they go to a GPU."""
+    """Room for `num_rows` masks of `vocab_size` tokens, and for more when a step has more.
+
+    Page-locked where they go to a GPU.
+    """
 
     def __init__(
-        self, kernels: Kernels, *, max_rows: int, vocab_size: int, device: torch.device
+        self, kernels: Kernels, *, num_rows: int, vocab_size: int, device: torch.device
     ) -> None:
         self._kernels = kernels
         self._device = device
-        self._buffer = torch.zeros(
-            max_rows, -(-vocab_size // 32), dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
-        self._words = self._buffer.numpy()
+        self._num_words = -(-vocab_size // 32)
+        self._buffer = self._make(num_rows)
+
+    def _make(self, num_rows: int) -> Tensor:
+        pinned = self._device.type == "cuda"
+        return torch.zeros(num_rows, self._num_words, dtype=torch.int32, pin_memory=pinned)
 
     def apply(self, logits: Tensor, matchers: Mapping[int, Matcher]) -> dict[int, str]:
         """Mask the rows of `logits` float32 [*, vocab_size] that have a matcher, in place.
 
-        Returns what went wrong, by row: such a row must not be drawn from. At most `max_rows`
-        matchers, each row with one of its own. O(rows * vocab_size / 32) beside the matchers' work.
+        Returns what went wrong, by row: such a row must not be drawn from. Each row has a matcher
+        of its own. O(rows * vocab_size / 32) beside the matchers' work.
         """
+        if len(matchers) > len(self._buffer):
+            self._buffer = self._make(2 * len(matchers))
+        words = self._buffer.numpy()
         masked: list[int] = []
         errors: dict[int, str] = {}
         for row, matcher in matchers.items():
             try:
-                is_restricted = matcher.fill_mask(self._words[len(masked)])
+                is_restricted = matcher.fill_mask(words[len(masked)])
             except Exception as error:  # whoever enforces it: it must harm no other row
                 errors[row] = f"the constraint cannot be followed any further: {error}; simplify it"
                 if not isinstance(error, GrammarError):

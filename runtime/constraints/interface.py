@@ -89,6 +89,14 @@ class Matcher(Protocol):
         """
         ...
 
+    def likely_tokens(self) -> Sequence[int]:
+        """Tokens to try where none is forced: the next text is known, but not how it is cut.
+
+        They are drafts, each of which the mask allows after those before it, and count only where
+        they are drawn. Changes nothing. Never an end token.
+        """
+        ...
+
     def rollback(self, num_tokens: int) -> None:
         """Take the last tokens back."""
         ...

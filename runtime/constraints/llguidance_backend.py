@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sapwood.runtime.constraints import lark_text, regex_text
-from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
+from sapwood.runtime.constraints.interface import Encode, GrammarError, TokenMask, Vocabulary
 from sapwood.runtime.constraints.json_schema import json_grammar, parsed_json
 from sapwood.runtime.constraints.number_limit import NumberLimit, NumberTokens
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 10_000
+MAX_LIKELY_TOKENS = 4
 MAX_GRAMMAR_BYTES = 64 * 1024
 _UNSATISFIABLE = "no answer satisfies this constraint; make it less strict"
 # What llguidance's messages have in them, the keyword, and what is said instead.
@@ -80,7 +81,8 @@ class LlguidanceBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer = _tokenizer_of(vocabulary)
+        self._text_tokens = _TokenizerObject(vocabulary)
+        self._tokenizer = _tokenizer_of(self._text_tokens, vocabulary)
         self._limits = _limits()
         self._special_id_by_text = {
             vocabulary.token_bytes[i].decode(errors="replace"): i
@@ -105,7 +107,12 @@ class LlguidanceBackend:
         allowed = self._ordinary.copy()
         _set_bits(allowed, special_ids)
         return LlguidanceGrammar(
-            self._warm_matcher(grammar), allowed, self._vocabulary, numbers, num_chars=len(grammar)
+            self._warm_matcher(grammar),
+            allowed,
+            self._vocabulary.eos_token_ids,
+            self._text_tokens,
+            numbers,
+            num_chars=len(grammar),
         )
 
     def close(self) -> None:
@@ -190,14 +197,16 @@ class LlguidanceGrammar:
         self,
         matcher: "LLMatcher",
         allowed: TokenMask,
-        vocabulary: Vocabulary,
+        eos_token_ids: tuple[int, ...],
+        encode: Encode,
         numbers: NumberTokens | None,
         *,
         num_chars: int,
     ) -> None:
         self._matcher = matcher
         self._allowed = allowed
-        self._vocabulary = vocabulary
+        self._eos_token_ids = eos_token_ids
+        self._encode = encode
         self._numbers = numbers
         self._num_chars = num_chars
 
@@ -209,7 +218,7 @@ class LlguidanceGrammar:
     def matcher(self) -> "LlguidanceMatcher":
         limit = NumberLimit(self._numbers) if self._numbers is not None else None
         return LlguidanceMatcher(
-            self._matcher.deep_copy(), self._allowed, self._vocabulary.eos_token_ids, limit
+            self._matcher.deep_copy(), self._allowed, self._eos_token_ids, self._encode, limit
         )
 
 
@@ -221,11 +230,13 @@ class LlguidanceMatcher:
         matcher: "LLMatcher",
         allowed: TokenMask,
         eos_token_ids: tuple[int, ...],
+        encode: Encode,
         number_limit: NumberLimit | None,
     ) -> None:
         self._matcher = matcher
         self._allowed = allowed
         self._eos_token_ids = eos_token_ids
+        self._encode = encode
         self._number_limit = number_limit
         self._num_ends = 0
 
@@ -287,6 +298,16 @@ class LlguidanceMatcher:
                 return forced[:i]
         return forced
 
+    def likely_tokens(self) -> Sequence[int]:
+        """The text that llguidance knows and holds back, as its tokens could merge with others."""
+        if self._num_ends:
+            return ()
+        text = self._matcher.compute_ff_bytes()
+        if not text:
+            return ()
+        likely = list(self._encode(text.decode(errors="ignore")))[:MAX_LIKELY_TOKENS]
+        return likely[: self._matcher.validate_tokens(likely)]
+
     def rollback(self, num_tokens: int) -> None:
         num_ends = min(self._num_ends, num_tokens)
         self._num_ends -= num_ends
@@ -300,7 +321,7 @@ class LlguidanceMatcher:
     def copy(self) -> "LlguidanceMatcher":
         limit = self._number_limit.copy() if self._number_limit is not None else None
         other = LlguidanceMatcher(
-            self._matcher.deep_copy(), self._allowed, self._eos_token_ids, limit
+            self._matcher.deep_copy(), self._allowed, self._eos_token_ids, self._encode, limit
         )
         other._num_ends = self._num_ends
         return other
@@ -376,11 +397,11 @@ class _TokenizerObject:
         return token_ids
 
 
-def _tokenizer_of(vocabulary: Vocabulary) -> "LLTokenizer":
+def _tokenizer_of(text_tokens: _TokenizerObject, vocabulary: Vocabulary) -> "LLTokenizer":
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(
-        TokenizerWrapper(_TokenizerObject(vocabulary)),
+        TokenizerWrapper(text_tokens),
         eos_token=list(vocabulary.eos_token_ids) or None,
         slices=LLTokenizer.json_slices(),
     )

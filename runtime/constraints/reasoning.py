@@ -291,6 +291,11 @@ class ReasoningMatcher:
             return self._inner.forced_tokens()
         return _NO_TOKENS
 
+    def likely_tokens(self) -> Sequence[int]:
+        if self._phase in (Phase.CONTENT, Phase.PLAIN) and self._inner is not None:
+            return self._inner.likely_tokens()
+        return _NO_TOKENS
+
     def rollback(self, num_tokens: int) -> None:
         automaton = self._masks.automaton
         for _ in range(num_tokens):

@@ -205,6 +205,10 @@ class AutomatonMatcher:
             state = int(self._automaton.next_states[self._automaton.starts[state]])
         return tokens
 
+    def likely_tokens(self) -> Sequence[int]:
+        """None: what is not forced is not known."""
+        return ()
+
     def rollback(self, num_tokens: int) -> None:
         assert 0 <= num_tokens < len(self._states), "only tokens that were taken in"
         del self._states[len(self._states) - num_tokens :]

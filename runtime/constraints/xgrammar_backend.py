@@ -262,6 +262,10 @@ class XgrammarMatcher:
         self._matcher.rollback(len(tokens))
         return tokens
 
+    def likely_tokens(self) -> tuple[int, ...]:
+        """None: what is not forced is not known."""
+        return ()
+
     def rollback(self, num_tokens: int) -> None:
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends

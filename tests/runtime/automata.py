@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -47,7 +47,7 @@ class AutomatonMatcher:
     tokens: list[int] = field(default_factory=list)
     fails_at: str = ""  # the name of a method that breaks once `fails_after` tokens are taken in
     fails_after: int = 0
-    num_masks: int = 0
+    num_likely: int = 0
 
     def _state(self) -> int:
         state = 0
@@ -72,7 +72,6 @@ class AutomatonMatcher:
 
     def fill_mask(self, mask: TokenMask) -> bool:
         self._break("fill_mask")
-        self.num_masks += 1
         ends = [EOS] if self.is_accepting else []
         bits = np.zeros(len(mask) * 32, np.uint8)
         bits[[*self._next(self._state()), *ends]] = 1
@@ -96,11 +95,21 @@ class AutomatonMatcher:
                 break  # a circle without a choice
         return forced
 
+    def likely_tokens(self) -> list[int]:
+        """Of several edges that of the highest token, twice: right here and there."""
+        self._break("likely_tokens")
+        state, likely = self._state(), []
+        for _ in range(self.num_likely):
+            if choices := self._next(state):
+                likely.append(max(choices))
+                state = choices[likely[-1]]
+        return likely
+
     def rollback(self, num_tokens: int) -> None:
         del self.tokens[len(self.tokens) - num_tokens :]
 
     def copy(self) -> Self:
-        return type(self)(self.automaton, list(self.tokens), self.fails_at, self.fails_after)
+        return replace(self, tokens=list(self.tokens))
 
     def verdict(self, text: bytes) -> str | None:
         return None

@@ -7,13 +7,15 @@ wrongly, overwritten or copied too late makes it fail at once, in the step where
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 
 from sapwood.radix import PrefixCache
 from sapwood.runtime.config import SchedulerOptions
-from sapwood.runtime.constraints.interface import Matcher
+from sapwood.runtime.constraints.interface import GrammarError, Matcher
 from sapwood.runtime.core import EngineCore
 from sapwood.runtime.outputs import FinishReason, TokenLogprobs
 from sapwood.runtime.policy import load_policy
@@ -67,9 +69,14 @@ class PagedExecutor:
     def _result(self, chunk: Chunk) -> ChunkResult:
         """Of several tokens drawn from one row each is the one before it plus one."""
         hashes = self._prefix_hashes(chunk, chunk.end + 1)
-        sampled = []
+        first = chunk.end - chunk.num_drafts
+        sampled = [
+            SampledToken(self._next_token(_after(chunk, i), hashes[first + i - 1]))
+            for i in range(chunk.num_drafts)
+        ]
+        last = _after(chunk, chunk.num_drafts)
         for offset in range(chunk.num_samples):
-            token_id = self._next_token(chunk, hashes[chunk.end - 1]) + offset
+            token_id = self._next_token(last, hashes[chunk.end - 1]) + offset
             logprobs = None
             if chunk.sequence.request.sampling.needs_logprobs:
                 logprob = logprob_of(hash((hashes[chunk.end - 1], token_id)))
@@ -89,7 +96,7 @@ class PagedExecutor:
 
     def _prefix_hashes(self, chunk: Chunk, end: int | None = None) -> list[int]:
         hashes, last = [], hash(chunk.sequence.request.namespace)
-        for token in chunk.sequence.token_ids[: end or chunk.end].tolist():
+        for token in chunk.sequence.tried_token_ids[: end or chunk.end].tolist():
             last = hash((last, token))
             hashes.append(last)
         return hashes
@@ -131,6 +138,18 @@ class PagedExecutor:
             )
             for i in range(length)
         }
+
+
+def _after(chunk: Chunk, num_tried: int) -> Chunk:
+    """As the token after that many drafts sees it: with what constrains it there."""
+    matcher = chunk.sequence.matcher
+    if matcher is None or not num_tried:
+        return chunk
+    matcher = matcher.copy()
+    drafts = chunk.token_ids[chunk.length - chunk.num_drafts :].tolist()
+    with suppress(GrammarError):
+        all(map(matcher.advance, drafts[:num_tried]))
+    return replace(chunk, sequence=SimpleNamespace(matcher=matcher))  # type: ignore[arg-type]
 
 
 def answer_key(request_id: str, answer_index: int) -> str:

@@ -152,14 +152,14 @@ def test_log_probabilities_are_told_for_every_token() -> None:
     assert sum(len(output.logprobs) for output in told) == len(harness.answers[request_id]) == 5
 
 
-@pytest.mark.parametrize("method", ["advance", "forced_tokens"])
+@pytest.mark.parametrize("method", ["advance", "forced_tokens", "likely_tokens"])
 @pytest.mark.parametrize("fails_after", [0, 1, 3])
 def test_a_constraint_that_breaks_ends_its_own_answer_only(method: str, fails_after: int) -> None:
     edges = {i: {10 + i: i + 1, 50 + i: i + 1} for i in range(9)}
     automaton = Automaton(edges, frozenset({9}))
     harness = harness_of()
-    sick = AutomatonMatcher(automaton, fails_at=method, fails_after=fails_after)
-    sound = harness.add(range(100, 120), 9, matcher=AutomatonMatcher(automaton))
+    sick = AutomatonMatcher(automaton, fails_at=method, fails_after=fails_after, num_likely=2)
+    sound = harness.add(range(100, 120), 9, matcher=AutomatonMatcher(automaton, num_likely=2))
     free = harness.add(range(200, 220), 9)
     failing = harness.add(PROMPT, 9, matcher=sick)
     while harness.core.has_work:
@@ -210,7 +210,8 @@ def mixed_run(seed: int, *, jump_forward: bool) -> Harness:
     for _ in range(8):
         prompt = base[: draw.randint(1, 20)] + [draw.randint(1, 30)] * draw.randint(0, 10)
         automaton = draw.choice([None, *automata])
-        matcher = None if automaton is None else AutomatonMatcher(automaton)
+        num_likely = draw.choice((0, 1, 3))
+        matcher = automaton and AutomatonMatcher(automaton, num_likely=num_likely)
         stop_token_ids = (draw.randint(1, 999),) if draw.random() < 0.2 else ()
         harness.add(prompt, draw.randint(1, 24), matcher=matcher, stop_token_ids=stop_token_ids)
     while harness.core.has_work:
@@ -246,3 +247,31 @@ def test_an_abort_at_any_step_leaves_nothing_held(num_steps: int) -> None:
     harness.abort(request_id)
     assert harness.finished[request_id].finish_reason is FinishReason.ABORT
     harness.assert_nothing_held()
+
+
+def test_drafts_that_are_drawn_come_with_the_token_after_them_and_others_are_forgotten() -> None:
+    edges = {i: {10 + i: i + 1, 50 + i: i + 1} for i in range(8)}
+    matcher = AutomatonMatcher(Automaton(edges, frozenset({8})), num_likely=2)
+    for drawn in (max, min):  # the drafts are the highest
+        harness = Harness(
+            next_token=lambda chunk, _, drawn=drawn: drawn(
+                chunk.sequence.matcher._next(chunk.sequence.matcher._state()) or [EOS]
+            )
+        )
+        done = harness.answer(PROMPT, 20, matcher=matcher)
+        assert done.token_ids == [drawn(edges[i]) for i in range(8)]
+        rows = [plan.num_rows for plan in harness.executor.plans]
+        assert rows == ([42, 3, 3] if drawn is max else [42, *[3] * 6, 2])
+        harness.assert_nothing_held()
+
+
+def test_drafts_that_do_not_fit_are_not_tried() -> None:
+    """Neither into the rest of a step, nor where the answer may not go on."""
+    edges = {i: {10 + i: i + 1, 50 + i: i + 1} for i in range(8)}
+    automaton = Automaton(edges, frozenset({8}))
+    harness = harness_of(options={"max_num_batched_tokens": 40, "max_num_seqs": 4})
+    harness.answer(PROMPT, 8, matcher=AutomatonMatcher(automaton, num_likely=3))
+    assert harness.executor.plans[0].num_rows == 40
+    short = harness_of()
+    short.answer(PROMPT, 2, matcher=AutomatonMatcher(automaton, num_likely=3))
+    assert short.executor.plans[0].num_rows == 41

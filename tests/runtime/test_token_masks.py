@@ -21,7 +21,7 @@ CHOICE = Automaton({0: {7: 1, 300: 1, 999: 1}}, frozenset({1}))
 def masks(request: pytest.FixtureRequest) -> TokenMasks:
     kernels = load_kernels(request.param)
     cpu = torch.device("cpu")
-    return TokenMasks(kernels, max_rows=8, vocab_size=VOCAB_SIZE, device=cpu)
+    return TokenMasks(kernels, num_rows=8, vocab_size=VOCAB_SIZE, device=cpu)
 
 
 def row(index: int, matcher: AutomatonMatcher | None = None, **options: object) -> SamplingRow:
