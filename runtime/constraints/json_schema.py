@@ -57,7 +57,13 @@ def json_grammar(schema: Any, spec: ConstraintSpec) -> dict[str, Any]:
     `spec` tells the whitespace. Raises GrammarError for what cannot be enforced.
     """
     check_depth(schema)
-    root, definitions = settled(*SchemaReader(schema).read())
+    try:
+        root, definitions = settled(*SchemaReader(schema).read())
+    except RecursionError as error:
+        raise GrammarError(
+            "the schema's references lead too deep; split the longest chain of references",
+            keyword="$ref",
+        ) from error
     if root is False:
         raise GrammarError("no answer satisfies this schema; make it less strict")
     root = {} if root is True else root

@@ -25,10 +25,14 @@ _ECMA_CLASSES = MappingProxyType(
         r"\x{3000}\x{feff}",
     }
 )
-# Python's white space has four control characters more than Unicode's.
-_PYTHON_CLASSES = MappingProxyType({"d": r"\d", "w": r"\w", "s": r"\s\x{1c}-\x{1f}"})
-_QUANTIFIER = re.compile(r"[*+?]|\{(\d+)(?:(,)(\d*))?\}")
-_PYTHON_UP_TO = re.compile(r"\{,(\d+)\}")
+# Python's letters of words are letters and numbers, and its white space has four control characters
+# more than Unicode's; Rust's words have marks and connecting punctuation as well. Digits are
+# ASCII's: what reads an answer as a number or a date knows no others.
+_PYTHON_CLASSES = MappingProxyType({"d": "0-9", "w": r"\p{L}\p{N}_", "s": r"\s\x{1c}-\x{1f}"})
+# What their negations leave out: all that anybody's class has, so that no answer is in dispute.
+_PYTHON_NEGATED = MappingProxyType({"d": r"\d", "w": r"\w\p{N}", "s": r"\s\x{1c}-\x{1f}"})
+_QUANTIFIER = re.compile(r"[*+?]|\{([0-9]+)(?:(,)([0-9]*))?\}")
+_PYTHON_UP_TO = re.compile(r"\{,([0-9]+)\}")
 _GROUP_NAME = re.compile(r"\?P?<[^\W\d]\w*>")
 _FLAGS = re.compile(r"\?([a-zA-Z]*)(?:-([a-zA-Z]*))?([:)])")
 _PROPERTY = re.compile(r"\{[A-Za-z0-9_=]+\}|[A-Z]")
@@ -52,7 +56,10 @@ class Dialect(StrEnum):
 
 
 def python_to_rust(pattern: str) -> str:
-    """A pattern of Python's `re` on str, of the whole text. Raises GrammarError; O(length)."""
+    """A pattern of Python's `re` on str, of the whole text. Raises GrammarError; O(length).
+
+    \\d is [0-9], and \\w the letters and numbers of all scripts.
+    """
     return _Translator(pattern, Dialect.PYTHON).translate()
 
 
@@ -76,6 +83,7 @@ class _Translator:
         self._last_weight = 0
         self._out: list[str] = []
         self._is_repeatable = False  # whether what was written last may be repeated
+        self._is_negated = False  # whether the class [...] that is being read begins with ^
 
     def translate(self) -> str:
         while self._at < len(self._pattern):
@@ -142,24 +150,24 @@ class _Translator:
             raise self._error(f"the possessive quantifier {match[0]}+", start)
         if self._pattern.startswith("?", self._at):
             self._at += 1
-        most = max((int(count) for count in re.findall(r"\d+", text)), default=1)
-        self._add_weight(self._last_weight * max(most - 1, 0))
+        most = max(map(_count, re.findall("[0-9]+", text)), default=1)
+        self._add_weight(max(self._last_weight * (most - 1), 0))
         self._out.append(text)
         self._is_repeatable = False
         return True
 
     def _open_group(self) -> None:
-        start, rest = self._at - 1, self._pattern[self._at :]
+        start, pattern = self._at - 1, self._pattern
         for opening, what in _REFUSED_GROUPS:
-            if rest.startswith(opening):
+            if pattern.startswith(opening, self._at):
                 raise self._error(f"{what}, which is not regular", start)
-        if (comment := _COMMENT.match(rest)) and self._is_python:
-            self._at += comment.end()
+        if (comment := _COMMENT.match(pattern, self._at)) and self._is_python:
+            self._at = comment.end()
             return
         text = "(?:"
-        if name := _GROUP_NAME.match(rest):
-            self._at += name.end()
-        elif rest.startswith("?"):
+        if name := _GROUP_NAME.match(pattern, self._at):
+            self._at = name.end()
+        elif pattern.startswith("?", self._at):
             text = self._flags(start)
         self._write(text, is_repeatable=False, weight=0)
         if not text.endswith(":"):
@@ -187,7 +195,7 @@ class _Translator:
     def _char_class(self) -> str:
         """What follows a [, to its ]."""
         start = self._at - 1
-        negated = self._pattern.startswith("^", self._at)
+        negated = self._is_negated = self._pattern.startswith("^", self._at)
         self._at += negated
         items: list[str] = []
         while True:
@@ -259,7 +267,12 @@ class _Translator:
         raise self._error(f"the unknown escape \\{char}", start)
 
     def _named_class(self, char: str, *, in_class: bool) -> str:
-        content = (_PYTHON_CLASSES if self._is_python else _ECMA_CLASSES)[char.lower()]
+        """\\d, \\w, \\s and their negations; what a [^...] leaves out, they leave out."""
+        is_left_out = char.isupper() != (in_class and self._is_negated)
+        if not self._is_python:
+            content = _ECMA_CLASSES[char.lower()]
+        else:
+            content = (_PYTHON_NEGATED if is_left_out else _PYTHON_CLASSES)[char.lower()]
         if char.islower():
             return content if in_class else f"[{content}]"
         return f"[^{content}]"
@@ -309,6 +322,12 @@ class _Translator:
 
     def _error(self, what: str, at: int) -> GrammarError:
         return GrammarError(f"the regular expression has {what} (character {at}); write it without")
+
+
+def _count(digits: str) -> int:
+    """A count of repetitions; one beyond all limits where Python does not read the number."""
+    digits = digits.lstrip("0") or "0"
+    return int(digits) if len(digits) < 10 else 10**9
 
 
 def _literal(char: str) -> str:

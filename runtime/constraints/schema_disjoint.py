@@ -13,20 +13,27 @@ from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_keywords import INSTANCE_TYPES, type_of
+from sapwood.runtime.constraints.schema_places import Place
 
 MAX_OPTIONS = 200
 MAX_DEPTH = 12  # of properties within properties
+MAX_WORK = 100_000  # in the parts of schemas that are compared; at most some 300 ms
+_VALUE_WORK = 0.5  # of an enum's value
 
 
 class Disjointness:
-    """Compares schemas of one document."""
+    """Compares schemas of one document.
+
+    The comparisons of options within options multiply, so there is a limit of work for all.
+    """
 
     def __init__(self, definitions: Mapping[str, Any]) -> None:
         self._definitions = definitions
+        self._work = 0.0
 
-    def check(self, options: list[Any], pointer: str) -> None:
+    def check(self, options: list[Any], place: Place) -> None:
         """Raises GrammarError where one value may satisfy two of the options."""
-        where = pointer or "the root"
+        where = place.pointer or "the root"
         if len(options) > MAX_OPTIONS:
             raise GrammarError(
                 f"'oneOf' at {where} has {len(options)} options, at most {MAX_OPTIONS} are "
@@ -47,6 +54,7 @@ class Disjointness:
         if not depth or one is True or other is True:
             return False
         parts, other_parts = list(self._parts(one, depth)), list(self._parts(other, depth))
+        self._count_work(*parts, *other_parts)
         return (
             any(self._options_are_disjoint(part, other, depth) for part in parts if "anyOf" in part)
             or any(
@@ -56,6 +64,15 @@ class Disjointness:
             )
             or self._conjunctions_are_disjoint(parts, other_parts, depth)
         )
+
+    def _count_work(self, *parts: Mapping[str, Any]) -> None:
+        self._work += sum(1 + _VALUE_WORK * len(part.get("enum", ())) for part in parts)
+        if self._work > MAX_WORK:
+            raise GrammarError(
+                "'oneOf': to tell its options apart is too much work; use anyOf, or fewer and "
+                "simpler options",
+                keyword="oneOf",
+            )
 
     def _options_are_disjoint(self, part: Mapping[str, Any], other: Any, depth: int) -> bool:
         return all(self._are_disjoint(option, other, depth - 1) for option in part["anyOf"])

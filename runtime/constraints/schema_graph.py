@@ -6,7 +6,7 @@ What refers to itself without end, what no finite answer satisfies, `oneOf` that
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
@@ -32,6 +32,7 @@ def settled(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[str, A
     O(size), but for `oneOf`: there, each pair of options is compared.
     """
     _refuse_loops(definitions)
+    _refuse_deep(root, definitions)
     productive = _productive(definitions)
     if not _has_answer(root, productive):
         raise GrammarError("no answer satisfies this schema; make it less strict")
@@ -39,7 +40,6 @@ def settled(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[str, A
     root = _settled(root, productive, disjointness)
     kept = {k: _settled(v, productive, disjointness) for k, v in definitions.items()}
     kept = {k: v for k, v in kept.items() if k in productive}
-    _refuse_deep(root, kept)
     _Expansion(kept).check(root)
     return root, kept
 
@@ -56,13 +56,13 @@ def _refuse_loops(definitions: Mapping[str, Any]) -> None:
     edges = {name: set(_references_in_place(schema)) for name, schema in definitions.items()}
     done: set[str] = set()
     for start in edges:
-        path = [start]
+        path = {start: None}  # in order, and found in O(1)
         open_edges = [iter(edges[start])]
         while open_edges:
             following = next(open_edges[-1], None)
             if following is None:
                 open_edges.pop()
-                done.add(path.pop())
+                done.add(path.popitem()[0])
             elif following in path:
                 raise GrammarError(
                     "'$ref': a schema refers to itself for the same value, which never ends; "
@@ -70,7 +70,7 @@ def _refuse_loops(definitions: Mapping[str, Any]) -> None:
                     keyword="$ref",
                 )
             elif following not in done:
-                path.append(following)
+                path[following] = None
                 open_edges.append(iter(edges[following]))
 
 
@@ -101,16 +101,36 @@ def _refuse_deep(root: Any, definitions: Mapping[str, Any]) -> None:
 
 
 def _productive(definitions: Mapping[str, Any]) -> frozenset[str]:
-    """The definitions that a finite answer satisfies, as far as references decide it."""
-    found: frozenset[str] = frozenset()
-    while True:
-        more = {name for name, s in definitions.items() if _has_answer(s, found)}
-        if more == found:
-            return found
-        found = frozenset(more)
+    """The definitions that a finite answer satisfies, as far as references decide it.
+
+    A definition is looked at again only when one that it refers to has been found.
+    """
+    referring: dict[str, list[str]] = {}
+    for name, schema in definitions.items():
+        for reference in set(_references(schema)):
+            referring.setdefault(reference, []).append(name)
+    found: set[str] = set()
+    waiting = dict.fromkeys(definitions)
+    while waiting:
+        looked_at, waiting = waiting, {}
+        for name in looked_at:
+            if name not in found and _has_answer(definitions[name], found):
+                found.add(name)
+                waiting |= dict.fromkeys(referring.get(name, ()))
+    return frozenset(found)
 
 
-def _has_answer(schema: Any, productive: frozenset[str]) -> bool:
+def _references(schema: Any) -> Iterator[str]:
+    """The names of all definitions that are referred to somewhere in a schema."""
+    stack = [schema]
+    while stack:
+        schema = stack.pop()
+        if isinstance(schema, dict) and "$ref" in schema:
+            yield name_of(schema["$ref"])
+        stack.extend(children(schema))
+
+
+def _has_answer(schema: Any, productive: Set[str]) -> bool:
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and name_of(schema["$ref"]) not in productive:
@@ -129,7 +149,7 @@ def _has_answer(schema: Any, productive: frozenset[str]) -> bool:
     )
 
 
-def _has_object(schema: Mapping[str, Any], productive: frozenset[str]) -> bool:
+def _has_object(schema: Mapping[str, Any], productive: Set[str]) -> bool:
     properties = schema.get("properties", {})
     rest = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
     return all(
@@ -137,7 +157,7 @@ def _has_object(schema: Mapping[str, Any], productive: frozenset[str]) -> bool:
     )
 
 
-def _has_array(schema: Mapping[str, Any], productive: frozenset[str]) -> bool:
+def _has_array(schema: Mapping[str, Any], productive: Set[str]) -> bool:
     prefix, low = schema.get("prefixItems", []), schema.get("minItems", 0)
     needed = list(prefix[:low])
     if low > len(prefix):
@@ -191,6 +211,7 @@ class _Expansion:
         self._definitions = definitions
         self._alternatives: dict[str, Counter[str]] = {}  # by definition
         self._sizes: dict[str, int] = {}
+        self._property_counts: dict[str, int] = {}
 
     def check(self, root: Any) -> None:
         """Raises GrammarError where it gets too large."""
@@ -255,8 +276,15 @@ class _Expansion:
         count += sum(self._num_properties(member) for member in schema.get("allOf", ()))
         count += max(map(self._num_properties, schema.get("anyOf", ())), default=0)
         if "$ref" in schema and len(schema) > 1:
-            count += self._num_properties(self._definitions.get(name_of(schema["$ref"]), True))
-        return count
+            count += self._num_properties_of(name_of(schema["$ref"]))
+        return min(count, MAX_PROPERTIES + 1)
+
+    def _num_properties_of(self, name: str) -> int:
+        if name not in self._property_counts:
+            self._property_counts[name] = 0  # for what is recursive
+            schema = self._definitions.get(name, True)
+            self._property_counts[name] = self._num_properties(schema)
+        return self._property_counts[name]
 
     def _alternatives_of(self, schema: Any) -> Counter[str]:
         if isinstance(schema, bool):

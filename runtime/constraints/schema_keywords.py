@@ -4,6 +4,7 @@ Knows nothing of documents; schemas below and references are read by whoever is 
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +18,7 @@ from sapwood.runtime.constraints.schema_places import Draft, Place
 MAX_ENUM = 10_000
 MAX_EXACT = 2**53 - 1  # whole numbers up to here are exact as doubles (RFC 8259, section 6)
 MAX_DECIMALS = 20
+MAX_COUNT = 2**31 - 1  # of characters, items and properties
 MAX_COEFFICIENT = 2**32 - 1
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -76,10 +78,12 @@ class Node:
         value = self.get(keyword)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        if not _is_number(value) or not (abs(value) == math.inf or value == int(value)):
             raise self.error(keyword, "must be a whole number")
         if value < 0:
             raise self.error(keyword, "must not be negative")
+        if value > MAX_COUNT:
+            raise self.error(keyword, f"is beyond {MAX_COUNT}; leave it out or make it smaller")
         return int(value)
 
     def schemas(self, keyword: str) -> list[Any]:
@@ -203,7 +207,7 @@ def _options(node: Node, keyword: str) -> Any:
         return options[0]
     if not options:
         return False
-    return {keyword: options, **({"$at": node.place.pointer} if keyword == "oneOf" else {})}
+    return {keyword: options, **({"$at": node.place} if keyword == "oneOf" else {})}
 
 
 def _enum(node: Node) -> Any:
@@ -230,7 +234,7 @@ def _check_value(node: Node, keyword: str, value: Any) -> None:
             _check_value(node, keyword, child)
     elif isinstance(value, str):
         _check_text(node, keyword, value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif _is_number(value):
         _check_number(node, keyword, value)
 
 
@@ -242,12 +246,23 @@ def _check_text(node: Node, keyword: str, text: str) -> None:
 
 
 def _check_number(node: Node, keyword: str, value: float) -> None:
+    if isinstance(value, int) and abs(value) > MAX_EXACT:
+        raise node.error(
+            keyword, f"has a number beyond {MAX_EXACT}, from where doubles have gaps; make it text"
+        )
     if not math.isfinite(value):
         raise node.error(keyword, "has a number that is not finite")
-    if isinstance(value, int) and abs(value) > MAX_EXACT:
-        raise node.error(keyword, f"{value} is beyond {MAX_EXACT}, from where doubles have gaps")
     if _num_decimals(value) > MAX_DECIMALS:
         raise node.error(keyword, f"{value} has more than {MAX_DECIMALS} decimals; round it")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a double can be near it: a whole number of Python has no limit."""
+    return abs(value) <= sys.float_info.max
 
 
 def _num_decimals(value: float) -> int:
@@ -280,6 +295,8 @@ def _complements(node: Node, types: tuple[str, ...]) -> list[Any]:
     if not isinstance(negated, dict) or set(negated) != {"type"}:
         raise node.refused("not")
     names = negated["type"] if isinstance(negated["type"], list) else [negated["type"]]
+    if not set(map(str, names)).issubset(TYPES):
+        raise node.error("not", f"names types that there are not; there are {', '.join(TYPES)}")
     if "integer" in names and "number" not in names and _NUMBER.intersection(types):
         raise node.refused("not")
     gone = {*names, "integer"} if "number" in names else set(names)
@@ -316,9 +333,9 @@ def _bound(
     for keyword, value in ((closed, limit), (opened, open_limit)):
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not _is_number(value):
             raise node.error(keyword, "must be a number")
-        if not math.isfinite(value):
+        if not _is_finite(value):
             raise node.error(keyword, "must be finite")
         if abs(value) <= MAX_EXACT and _num_decimals(value) > MAX_DECIMALS:
             raise node.error(keyword, f"has more than {MAX_DECIMALS} decimals; round it")
@@ -368,8 +385,8 @@ def _multiple_of(node: Node) -> dict[str, Any]:
     value = node.get("multipleOf")
     if value is None:
         return {}
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise node.error("multipleOf", "must be a number above 0")
+    if not _is_number(value) or not 0 < value or not _is_finite(value):
+        raise node.error("multipleOf", "must be a finite number above 0")
     coefficient, exponent = float(value), 0
     while coefficient != int(coefficient) and coefficient < MAX_COEFFICIENT:
         coefficient, exponent = coefficient * 10, exponent + 1
@@ -500,7 +517,7 @@ def _required(node: Node) -> list[str]:
     names = node.get("required")
     if names is None:
         return []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not _are_texts(names):
         raise node.error("required", "must be a list of names")
     for name in names:
         _check_text(node, "required", name)
@@ -517,7 +534,8 @@ def _refuse_dependencies(node: Node, required: set[str]) -> None:
             raise node.error(keyword, "must be an object")
         for needed in value.values():
             says_nothing = needed in (True, {}) or (
-                isinstance(needed, list) and required.issuperset(needed)
+                isinstance(needed, list)
+                and all(isinstance(name, str) and name in required for name in needed)
             )
             if not says_nothing:
                 raise node.refused(keyword)
@@ -537,13 +555,17 @@ def _named(
         raise node.refused("propertyNames")
     if not says:
         return properties, patterns, rest
-    if says == {"enum"} and all(isinstance(name, str) for name in names["enum"]):
+    if says == {"enum"} and _are_texts(names["enum"]):
         for name in names["enum"]:
             _check_text(node, "propertyNames", name)
         return dict.fromkeys(names["enum"], rest), {}, False
     if says == {"pattern"}:
         return {}, {_pattern(node, "propertyNames", names["pattern"]): rest}, False
     raise node.refused("propertyNames")
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _property_counts(node: Node, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,9 @@ ALONE = (
 )
 
 
+MAX_URI_LENGTH = 2048  # characters, of what a schema is called by
+
+
 class Draft(IntEnum):
     """Which edition of JSON Schema. Without a `$schema` it is the last."""
 
@@ -41,16 +44,25 @@ class Draft(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a schema stands: `pointer` is a JSON pointer from the root, for messages; `base` the
-    URI that its references are relative to."""
+    """Where a schema stands: `steps` lead to it from `above`, None at the root; `base` is the URI
+    that its references are relative to."""
 
-    pointer: str
     base: str
     draft: Draft
+    above: "Place | None" = None
+    steps: tuple[object, ...] = ()
+
+    @property
+    def pointer(self) -> str:
+        """A JSON pointer from the root, for messages. Made when it is asked for: a document with
+        a long name and many schemas below it would take its length for each of them."""
+        if self.above is None:
+            return ""
+        escaped = (str(step).replace("~", "~0").replace("/", "~1") for step in self.steps)
+        return "/".join((self.above.pointer, *escaped))
 
     def below(self, *steps: object) -> "Place":
-        escaped = (str(step).replace("~", "~0").replace("/", "~1") for step in steps)
-        return replace(self, pointer="/".join((self.pointer, *escaped)))
+        return replace(self, above=self, steps=steps)
 
     def error(self, keyword: str, problem: str) -> GrammarError:
         """`problem` has the fact and the way out."""
@@ -65,7 +77,7 @@ class SchemaPlaces:
         self._places: dict[int, Place] = {}  # by the identity of the schema's dict
         self._resources: dict[str, Any] = {"": root}
         self._anchors: dict[str, Any] = {}
-        self.root = Place(pointer="", base="", draft=Draft.DRAFT_2020)
+        self.root = Place(base="", draft=Draft.DRAFT_2020)
         self._index(root, self.root)
         self.root = self.place_of(root, self.root)
 
@@ -77,8 +89,7 @@ class SchemaPlaces:
         """What a `$ref` at `place` refers to. Raises GrammarError."""
         if not isinstance(reference, str):
             raise place.error("$ref", "must be a string")
-        full = place.base + reference if reference[:1] == "#" else urljoin(place.base, reference)
-        uri, fragment = urldefrag(full)
+        uri, fragment = _joined(place, "$ref", reference)
         if uri not in self._resources:
             raise place.error(
                 "$ref",
@@ -112,7 +123,9 @@ class SchemaPlaces:
         is_reference = place.draft <= Draft.DRAFT_7 and "$ref" in schema
         identifier = schema.get("id" if place.draft <= Draft.DRAFT_4 else "$id")
         if isinstance(identifier, str) and not is_reference:
-            uri, fragment = urldefrag(urljoin(place.base, identifier))
+            uri, fragment = _joined(place, "$id", identifier)
+            if len(uri) > MAX_URI_LENGTH:
+                raise place.error("$id", f"is longer than {MAX_URI_LENGTH} characters; shorten it")
             if uri != place.base and uri:
                 place = replace(place, base=uri)
                 self._resources[uri] = schema
@@ -139,14 +152,26 @@ def children_of(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[object, ...],
             yield (keyword,), value
 
 
+def _joined(place: Place, keyword: str, reference: str) -> tuple[str, str]:
+    """The URI that a reference means, and its fragment. Raises GrammarError for what is none."""
+    if reference[:1] == "#":
+        return place.base, reference[1:]
+    try:
+        uri, fragment = urldefrag(urljoin(place.base, reference))
+    except ValueError as error:
+        raise place.error(keyword, f"is not a URI ({error}); correct it") from error
+    return uri, fragment
+
+
 def _child(value: Any, step: str) -> Any:
     if isinstance(value, dict):
         return value.get(step)
-    if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+    if isinstance(value, list) and _INDEX.fullmatch(step) and int(step) < len(value):
         return value[int(step)]
     return None
 
 
+_INDEX = re.compile("[0-9]{1,9}")
 _DRAFT = re.compile(r"https?://json-schema\.org/(?:draft/(\d{4})-\d\d|draft-0(\d))/schema#?")
 
 

@@ -404,3 +404,21 @@ def test_a_state_that_is_too_much_work_is_an_error_and_stays_one() -> None:
     with pytest.raises(GrammarError):
         _ = matcher.is_complete
     assert allowed(grammar.matcher(), SIZE) == [token(b"x")]  # others are as before
+
+
+@pytest.mark.parametrize(
+    "spec", [ConstraintSpec.regex("(?:a){0}"), ConstraintSpec.regex(""), ConstraintSpec.regex("^$")]
+)
+def test_the_empty_answer_is_complete_where_there_is_no_other(spec: ConstraintSpec) -> None:
+    assert BACKEND.compile(spec, deadline=1).matcher().is_complete
+
+
+def test_a_number_that_may_not_go_on_is_complete() -> None:
+    matcher = BACKEND.compile(schema({"type": "integer"}), deadline=1).matcher()
+    for _ in range(MAX_NUMBER_BYTES):
+        assert not matcher.is_complete
+        assert matcher.advance(token(b"7"))
+    assert matcher.is_complete
+    assert matcher.copy().is_complete
+    matcher.rollback(1)
+    assert not matcher.is_complete

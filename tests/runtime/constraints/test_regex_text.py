@@ -57,7 +57,7 @@ def test_an_anchor_inside_is_refused_by_name(pattern: str) -> None:
 
 SAMPLES = (
     *("", "a", "b", "ab", "abc", "aab", "1", "12", "a1", "_", " ", "\t", "\n", "é", "日本", "😀"),
-    *("[", "]", "a]", "&", "&&", "-", "a-b", "\\", "/", "<", "~", "#", "K", "k", "٣", "\x1c"),
+    *("[", "]", "a]", "&", "&&", "-", "a-b", "\\", "/", "<", "~", "#", "K", "k", "²", "\x1c"),
     *("{", "a{,2}", "aa", "aaa", "^", "$", ".", "A", "ABC", "word", "\x08", "\x07", "\x0b"),
 )
 
@@ -136,3 +136,36 @@ def test_a_pattern_of_a_schema_means_what_it_does_in_ecma_262(
 
 def test_every_literal_is_spelled_so_that_it_means_itself() -> None:
     assert ecma_to_rust("a-é#") == r"a\x{2d}\x{e9}\x{23}"
+
+
+DIGITS_OF_OTHER_SCRIPTS = ("٣", "३", "３")
+
+
+@pytest.mark.parametrize("pattern", [r"\d", r"[\d.]", r"[^\D]", r"\D", r"[^\d]", r"[^\d.]"])
+def test_a_digit_is_one_of_ten_and_no_other_passes_for_anything_else(pattern: str) -> None:
+    """int() of Python reads digits of other scripts, and most others do not; so neither \\d nor
+    \\D has them."""
+    grammar = compiled(BACKEND, pattern)
+    for text in (*"0123456789.a", *DIGITS_OF_OTHER_SCRIPTS):
+        expected = bool(re.fullmatch(pattern, text)) and text not in DIGITS_OF_OTHER_SCRIPTS
+        assert accepts(grammar, text) == expected, text
+
+
+@pytest.mark.parametrize("pattern", [r"\w", r"[\w.]", r"[^\W]", r"\W", r"[^\w]"])
+def test_a_word_has_letters_and_numbers_and_marks_are_in_dispute(pattern: str) -> None:
+    """Rust's words have marks and joining punctuation, Python's have not: nobody's answer does."""
+    grammar = compiled(BACKEND, pattern)
+    for text in "aé日ß_7²½Ⅷ٣":
+        assert accepts(grammar, text) == bool(re.fullmatch(pattern, text)), text
+    for text in "\u0301\u203f\u200d":
+        assert not accepts(grammar, text), ascii(text)
+
+
+@pytest.mark.parametrize("pattern", ["a{" + "9" * 5000 + "}", "(a{999999}){0}b{,99999999999}"])
+def test_a_count_of_any_length_is_beyond_the_limit(pattern: str) -> None:
+    with pytest.raises(GrammarError, match=f"{MAX_WEIGHT} characters"):
+        python_to_rust(pattern)
+
+
+def test_a_count_in_digits_of_other_scripts_is_text() -> None:
+    assert accepts(compiled(BACKEND, "a{٣}"), "a{٣}")

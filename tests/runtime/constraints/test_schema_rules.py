@@ -1,7 +1,11 @@
 """What is refused in a schema and how, and what is said in other words instead."""
 
+import contextlib
 import itertools
+import json
 import random
+import tracemalloc
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.json_schema import json_grammar
 from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend, LlguidanceGrammar
-from sapwood.runtime.constraints.spec import ConstraintSpec
+from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
 from tests.runtime.constraints.byte_backend import accepts, vocabulary
 
 BACKEND = LlguidanceBackend(vocabulary())
@@ -233,6 +237,91 @@ def chain(length: int) -> Any:
         for i in range(length)
     }
     return {"$ref": "#/$defs/c0", "$defs": {**links, f"c{length}": {"type": "null"}}}
+
+
+def _chain(length: int, link: Callable[[str], Any]) -> Any:
+    """Definitions of which each refers to the next as `link` has it."""
+    definitions = {f"c{i}": link(f"#/$defs/c{i + 1}") for i in range(length)}
+    return {"$ref": "#/$defs/c0", "$defs": {**definitions, f"c{length}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _chain(2000, lambda next_one: {"properties": {"n": {"$ref": next_one}}, "required": ["n"]}),
+        _chain(5000, lambda next_one: {"$ref": next_one}),
+        _chain(390, lambda next_one: {"$ref": next_one, "minLength": 1}),
+        _chain(100, lambda next_one: {"allOf": [{"$ref": next_one, "minLength": 1}] * 2}),
+        _chain(100, lambda next_one: {"anyOf": [{"$ref": next_one, "minLength": 1}] * 2}),
+    ],
+    ids=["required", "alone", "with others", "allOf of two", "anyOf of two"],
+)
+def test_no_chain_of_references_takes_time_that_grows_faster_than_it(schema: Any) -> None:
+    """Those of two have 2**100 ways through them: the test ends only where none is gone twice."""
+    with pytest.raises(GrammarError, match="deep|multiplied out"):
+        json_grammar(schema, ConstraintSpec.json_schema(True))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        lambda side: _any_of_tree(side, width=6, depth=4),
+        lambda side: {"enum": [f"{side}{i}" for i in range(1600)]},
+    ],
+    ids=["options in options", "values"],
+)
+def test_telling_options_apart_has_a_limit_of_work(option: Callable[[str], Any]) -> None:
+    schema = {"oneOf": [option(side) for side in "abcdefghijkl"]}
+    with pytest.raises(GrammarError, match="too much work"):
+        json_grammar(schema, ConstraintSpec.json_schema(True))
+
+
+def _any_of_tree(leaf: str, *, width: int, depth: int) -> Any:
+    if not depth:
+        return {"const": leaf}
+    options = [_any_of_tree(f"{leaf}{i}", width=width, depth=depth - 1) for i in range(width)]
+    return {"anyOf": options}
+
+
+def test_places_below_a_long_name_do_not_keep_it() -> None:
+    """3,000 times a name of 100,000 characters would be 300 MB."""
+    schema = {"properties": {"k" * 100_000: {"prefixItems": [{"oneOf": [True]}] * 3000}}}
+    schema = json.loads(json.dumps(schema))  # no schema is there twice
+    tracemalloc.start()
+    json_grammar(schema, ConstraintSpec.json_schema(True))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 30_000_000
+
+
+@pytest.mark.parametrize("identifier", ["http://x/" + "a/" * 2000, "http://["])
+def test_an_id_that_is_no_short_uri_is_refused(identifier: str) -> None:
+    schema = {"$id": "http://x/", "properties": {"a": {"$id": identifier}}}
+    assert refusal(schema).keyword == "$id"
+
+
+KEYWORDS = tuple(
+    "$ref $id $schema $anchor $defs type enum const anyOf allOf oneOf not if then properties "
+    "patternProperties additionalProperties propertyNames required minProperties maxProperties "
+    "dependentRequired dependentSchemas dependencies unevaluatedProperties items prefixItems "
+    "additionalItems contains minItems maxItems uniqueItems minLength maxLength pattern format "
+    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf x-guidance".split()
+)
+ODD_VALUES = (
+    *("1e999", "-1e999", "1" + "0" * 400, "-0.0", "-1", "0.5", "5e-324", "1e308", "true", "null"),
+    *('""', '"string"', '"\\ud800"', '"#"', '"#/$defs/a"', '"http://["', '"//[::"', '"(?=a)"'),
+    *('"a{' + "9" * 5000 + '}"', "[]", "{}", "[[]]", "[{}]", "[null]", '["a"]', "[1]", '[["a"]]'),
+    *('{"a":1}', '{"a":[["b"]]}', '{"a":[{}]}', '{"a":{"$ref":"#"}}', '{"":{}}', '{"enum":5}'),
+    *('{"enum":[1]}', '{"pattern":5}', '{"type":[["a"]]}', '{"type":[{}]}', '{"type":5}'),
+)
+
+
+def test_a_keyword_of_any_value_is_taken_or_refused() -> None:
+    for keyword, value in itertools.product(KEYWORDS, ODD_VALUES):
+        text = f'{{"{keyword}":{value},"$defs":{{"a":{{}}}}}}'
+        spec = ConstraintSpec(kind=ConstraintKind.JSON_SCHEMA, text=text)
+        with contextlib.suppress(GrammarError):
+            BACKEND.compile(spec, deadline=5)
 
 
 def test_a_long_chain_of_references_is_refused_before_the_stack_ends() -> None:
