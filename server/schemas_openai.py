@@ -1,5 +1,6 @@
 """What `/v1/chat/completions` and `/v1/completions` take: OpenAI's fields, and some of ours."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -265,7 +266,7 @@ class AllowedTools(Wire):
                 known = ", ".join(names) or "none"
                 raise ApiError(
                     400,
-                    f"{name!r} is no tool of this request ({known})",
+                    f"{reprlib.repr(name)} is no tool of this request ({known})",
                     param=f"tool_choice.allowed_tools.tools[{i}].function.name",
                 )
         return [tool for tool, name in zip(tools, names, strict=True) if name in allowed]

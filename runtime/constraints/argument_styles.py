@@ -7,13 +7,15 @@ raises GrammarError for any more.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.schema_keywords import type_of
 
 MAX_DEPTH = 32  # schemas within each other
+MAX_NAME_CHARS = 256  # of an argument; readers take no longer ones
 _ANNOTATIONS = frozenset(
     "title description default examples $schema $comment $defs definitions deprecated".split()
 )
@@ -120,13 +122,13 @@ class _PythonWriter:
             return self._literals(schema)
         if "anyOf" in schema:
             _check_keywords(schema, ("anyOf",))
-            options = [self._value(option, depth + 1) for option in schema["anyOf"]]
+            options = [self._value(option, depth + 1) for option in _list_at(schema, "anyOf")]
             return f"({' | '.join(options)})"
         return self._by_type(schema, depth)
 
     def _by_type(self, schema: Mapping[str, Any], depth: int) -> str:
         kinds = schema.get("type")
-        if isinstance(kinds, list):
+        if isinstance(kinds, list) and kinds:
             options = [self._value({**schema, "type": kind}, depth + 1) for kind in kinds]
             return f"({' | '.join(options)})"
         if isinstance(kinds, str) and kinds in _SCALARS:
@@ -135,7 +137,10 @@ class _PythonWriter:
         if kinds == "array":
             _check_keywords(schema, ("type", "items", "minItems", "maxItems"))
             item = self._value(schema.get("items", True), depth + 1)
-            return f'"[" {_listed(item, schema.get("minItems", 0), schema.get("maxItems"))} "]"'
+            low, high = _count_at(schema, "minItems") or 0, _count_at(schema, "maxItems")
+            if high is not None and high < low:
+                raise GrammarError(f"'maxItems' is {high} and 'minItems' {low}; no list has both")
+            return f'"[" {_listed(item, low, high)} "]"'
         if kinds == "object":
             return f'"{{" {self._object(schema, depth)} "}}"'
         raise GrammarError(
@@ -157,8 +162,8 @@ class _PythonWriter:
 
     def _literals(self, schema: Mapping[str, Any]) -> str:
         _check_keywords(schema, ("enum", "const", "type"))
-        values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return f"({' | '.join(_quoted(_python_literal(value)) for value in values)})"
+        literals = map(_python_literal, _values_of(schema))
+        return f"({' | '.join(map(_quoted, literals))})"
 
     def _any(self) -> str:
         """Any literal."""
@@ -217,19 +222,27 @@ class _XmlWriter:
 
     def _value(self, schema: Any) -> str:
         """A value and the end of its element."""
-        end = _quoted(_XML_END)
+        end = _quoted(f"\n{XML_END}\n")
         keywords = _keywords_of(schema)
         types = _types_of(schema)
+        if schema is True:
+            return self._text()
+        if not isinstance(schema, Mapping):
+            raise GrammarError("a schema that nothing satisfies cannot be enforced")
         if "string" not in types:
             return f"{self._write_value({**schema, **self._definitions}, self._strict)} {end}"
         if "enum" in keywords or "const" in keywords:
             _check_keywords(schema, ("enum", "const", "type"))
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            values = _values_of(schema)
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            if any(XML_END in text for text in texts):
+                raise GrammarError(f"a value with {XML_END} in it would end there; leave it out")
             return f"({' | '.join(map(_quoted, texts))}) {end}"
         if "anyOf" in keywords:
             _check_keywords(schema, ("anyOf",))
-            for option in schema["anyOf"]:
+            for option in _list_at(schema, "anyOf"):
+                if not isinstance(option, Mapping):
+                    raise GrammarError("'anyOf' has what is no schema", keyword="anyOf")
                 _check_keywords(option, ("type",))
             return self._text()
         _check_keywords(schema, ("type",))
@@ -238,11 +251,11 @@ class _XmlWriter:
     def _text(self) -> str:
         """Any text up to the end of its element."""
         text = r"(/(?s:.*)/ & ~/(?s:.*)<\/parameter>(?s:.*)/)"
-        end = _XML_END.removesuffix("\n")
+        end = f"\n{XML_END}"
         return f'{self._write_rule("element[lazy]", f"{text} {_quoted(end)}")} "\\n"'
 
 
-_XML_END = "\n</parameter>\n"
+XML_END = "</parameter>"
 
 
 def _members_of(schema: Any) -> list[tuple[str, Any, bool]]:
@@ -251,11 +264,50 @@ def _members_of(schema: Any) -> list[tuple[str, Any, bool]]:
         raise GrammarError("arguments must be an object with properties")
     _check_keywords(schema, ("type", "properties", "required", "additionalProperties"))
     properties, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not set(required) <= properties.keys():
+    if not isinstance(properties, Mapping) or not _are_names(required, properties):
         raise GrammarError("arguments must be an object whose properties are all listed")
     if schema.get("additionalProperties", False) not in (False, True):
         raise GrammarError("'additionalProperties' cannot be enforced here; set it to false")
-    return [(name, value, name in required) for name, value in properties.items()]
+    for name in properties:
+        if len(name) > MAX_NAME_CHARS:
+            raise GrammarError(
+                f"the name of an argument has {len(name)} characters, the limit is "
+                f"{MAX_NAME_CHARS}; shorten it"
+            )
+    return [
+        (name, value, name in required)
+        for name, value in properties.items()
+        if value is not False or name in required
+    ]
+
+
+def _are_names(names: Any, known: Mapping[str, Any]) -> bool:
+    return isinstance(names, list) and all(isinstance(n, str) and n in known for n in names)
+
+
+def _list_at(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    value = schema[keyword]
+    if not isinstance(value, list) or not value:
+        raise GrammarError(f"{keyword!r} must be a list with something in it", keyword=keyword)
+    return value
+
+
+def _count_at(schema: Mapping[str, Any], keyword: str) -> int | None:
+    value = schema.get(keyword)
+    if value is not None and (type(value) is not int or value < 0):
+        raise GrammarError(f"{keyword!r} must be a whole number", keyword=keyword)
+    return value
+
+
+def _values_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The values of `enum` or `const` that are of the schema's type."""
+    values = _list_at(schema, "enum") if "enum" in schema else [schema["const"]]
+    if "type" in schema:
+        types = _types_of(schema)
+        values = [value for value in values if _is_of(value, types)]
+    if not values:
+        raise GrammarError("no value of 'enum' is of the type; make one of them fit")
+    return values
 
 
 def _definitions_of(root: Any) -> Mapping[str, Any]:
@@ -283,17 +335,23 @@ def _types_of(schema: Any) -> frozenset[str]:
     """The types that a schema may allow; all, where it does not say."""
     if not isinstance(schema, Mapping):
         return frozenset(_ALL_TYPES)
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return frozenset((kinds,))
-    if isinstance(kinds, list):
-        return frozenset(map(str, kinds))
+    if "type" in schema:
+        kinds = schema["type"]
+        names = kinds if isinstance(kinds, list) else [kinds]
+        return frozenset(name for name in names if isinstance(name, str))
     if isinstance(schema.get("anyOf"), list):
         return frozenset[str]().union(*map(_types_of, schema["anyOf"]))
     if not {"enum", "const"} & schema.keys():
         return frozenset(_ALL_TYPES)
     values = schema["enum"] if "enum" in schema else [schema["const"]]
+    if not isinstance(values, list):
+        return frozenset()
     return frozenset("string" if isinstance(value, str) else "other" for value in values)
+
+
+def _is_of(value: Any, types: Collection[str]) -> bool:
+    kind = type_of(value)
+    return kind in types or (kind == "number" and "integer" in types and value % 1 == 0)
 
 
 def _writes_alike(schema: Any) -> bool:

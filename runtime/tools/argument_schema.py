@@ -29,11 +29,20 @@ def argument_schema(tool: Tool) -> dict[str, Any]:
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with objects that have no properties but the ones that they name."""
     copy = {key: _closed_keyword(key, value) for key, value in schema.items()}
-    properties, required = schema.get("properties"), schema.get("required", ())
-    names_all = isinstance(properties, Mapping) and all(name in properties for name in required)
-    if names_all and "additionalProperties" not in schema:
+    if _names_all(schema) and "additionalProperties" not in schema:
         copy["additionalProperties"] = False
     return copy
+
+
+def _names_all(schema: Mapping[str, Any]) -> bool:
+    """Whether all that an object must have is among the properties that the schema names.
+
+    What is no schema names nothing; whoever compiles it says what is wrong.
+    """
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
 
 
 def _closed_keyword(key: str, value: Any) -> Any:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from sapwood.runtime.constraints.argument_styles import MAX_NAME_CHARS
 from sapwood.runtime.tools.text_source import Steps, TextSource
 
 MAX_DEPTH = 64  # lists and dictionaries within each other
-MAX_NAME_CHARS = 256
 MAX_NUMBER_CHARS = 4096
 
 _NAME = re.compile(r"[^\s=,()\[\]{}\"']+")

@@ -5,6 +5,7 @@ Both come from whoever asks, so they are checked and copied here. Knows no forma
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -112,7 +113,7 @@ def checked_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
     if value not in ("none", "auto", "required"):
         raise _wrong(
             "tool_choice",
-            f'is {value!r}; it must be "none", "auto", "required" or '
+            f'is {_shown(value)}; it must be "none", "auto", "required" or '
             '{"type": "function", "function": {"name": ...}}',
         )
     mode = ToolMode(value)
@@ -199,7 +200,8 @@ def _chosen_name(value: Mapping[str, Any], tools: Sequence[Tool]) -> str:
     if name not in [tool.name for tool in tools]:
         known = ", ".join(tool.name for tool in tools) or "none"
         raise _wrong(
-            "tool_choice.function.name", f"is {name!r}, which is no tool of this request ({known})"
+            "tool_choice.function.name",
+            f"is {_shown(name)}, which is no tool of this request ({known})",
         )
     return str(name)
 
@@ -209,7 +211,14 @@ def _check_keys(value: Any, where: str, known: Sequence[str]) -> None:
         raise _wrong(where, "must be an object")
     for key in value:
         if key not in known:
-            raise _wrong(f"{where}.{key}", f"is unknown; known are {', '.join(known)}")
+            raise _wrong(
+                f"{where}.{str(key)[:MAX_NAME_CHARS]}", f"is unknown; known are {', '.join(known)}"
+            )
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in an error, which is not to be as long as the value."""
+    return reprlib.repr(value)
 
 
 def _wrong(where: str, what: str) -> RequestError:

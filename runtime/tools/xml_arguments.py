@@ -5,13 +5,12 @@ The schema decides what a text is: 12 is a string where a string is asked for.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from sapwood.runtime.constraints.argument_styles import MAX_NAME_CHARS
+from sapwood.runtime.constraints.argument_styles import XML_END as END
 from sapwood.runtime.tools.text_source import Steps, TextSource
-
-MAX_NAME_CHARS = 256
-END = "</parameter>"
 
 _NAME = re.compile(r"[^>\n]+")
 _SPACE = re.compile(r"[ \t\r\n]+")
@@ -20,7 +19,9 @@ _Write = Callable[[str], None]
 
 def read_xml_arguments(source: TextSource, schema: Mapping[str, Any], write: _Write) -> Steps[bool]:
     """Elements up to `</function>`, which is read. Each value is handed on when it is complete."""
-    properties = schema.get("properties", {})
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        properties = {}
     before = "{"
     while True:
         yield from source.take(_SPACE)
@@ -59,11 +60,19 @@ def _read_value(source: TextSource) -> Steps[str | None]:
 def json_value(text: str, schema: Any) -> str:
     """A text as JSON: as it is, if it is a value of a type that `schema` allows; else a string."""
     types = types_of(schema)
+    if isinstance(schema, Mapping) and text in _strings_of(schema):
+        return json.dumps(text, ensure_ascii=False)
     if types != {"string"}:
         kind = _json_type(text)
         if kind in types or (kind == "integer" and "number" in types):
             return text
     return json.dumps(text, ensure_ascii=False)
+
+
+def _strings_of(schema: Mapping[str, Any]) -> Collection[str]:
+    """The strings among the values that a schema lists."""
+    values = schema.get("enum", [schema.get("const")])
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else ()
 
 
 def types_of(schema: Any) -> frozenset[str]:

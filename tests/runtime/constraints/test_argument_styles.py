@@ -132,3 +132,63 @@ def test_names_that_the_notation_cannot_write_are_refused(walker: Walker) -> Non
 def test_names_beyond_ascii_are_names(walker: Walker) -> None:
     matcher = matcher_of(walker, arguments(año={"type": "integer"}), "python", strict=True)
     assert walker.accepts(matcher, "(año=1)")
+
+
+NO_SCHEMAS: list[Any] = [
+    {"properties": 5},
+    {"properties": ["a"]},
+    {"properties": {"a": {}}, "required": 5},
+    {"properties": {"a": {}}, "required": [["a"]]},
+    *(
+        arguments(a=value)
+        for value in [
+            7,
+            False,
+            {"type": "banana"},
+            {"type": 5},
+            {"type": [["x"], {}]},
+            {"type": []},
+            {"enum": 5},
+            {"enum": []},
+            {"type": "string", "enum": [1]},
+            {"anyOf": 5},
+            {"anyOf": [5, None]},
+            {"type": "array", "items": {"type": "boolean"}, "minItems": "x"},
+            {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 1},
+            {"type": "object", "properties": {"b": {}}, "required": 5},
+        ]
+    ),
+    arguments(**{"n" * 257: {"type": "integer"}}),
+]
+
+
+@pytest.mark.parametrize("schema", NO_SCHEMAS, ids=str)
+@pytest.mark.parametrize("style", ["python", "qwen_xml"])
+def test_what_is_no_schema_is_refused_where_it_is_strict_and_else_any(
+    walker: Walker, schema: Any, style: str
+) -> None:
+    assert matcher_of(walker, schema, style) is not None
+    with pytest.raises(GrammarError):
+        matcher_of(walker, schema, style, strict=True)
+
+
+def test_an_element_s_value_is_none_that_would_end_it(walker: Walker) -> None:
+    schema = arguments(a={"enum": ["x", "</parameter>"]})
+    with pytest.raises(GrammarError, match="would end there"):
+        matcher_of(walker, schema, "qwen_xml", strict=True)
+
+
+@pytest.mark.parametrize("style", ["python", "qwen_xml"])
+def test_values_of_an_enum_that_are_not_of_its_type_are_not_written(
+    walker: Walker, style: str
+) -> None:
+    schema = arguments(a={"type": ["string", "boolean"], "enum": ["x", None, 1, True]})
+    matcher = matcher_of(walker, schema, style, strict=True)
+    texts = ["a=None", "a=1"] if style == "python" else [_element("null"), _element("1")]
+    assert not any(walker.accepts(matcher, f"({text})") for text in texts)
+    text = 'a="x"' if style == "python" else _element("x")
+    assert walker.accepts(matcher, f"({text})")
+
+
+def _element(value: str) -> str:
+    return f"<parameter=a>\n{value}\n</parameter>\n"

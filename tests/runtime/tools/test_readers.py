@@ -2,12 +2,14 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sapwood.runtime.tools import ToolChoice, ToolMode, tool_format
+from sapwood.runtime.tools import Tool, ToolChoice, ToolMode, tool_format
+from sapwood.runtime.tools.xml_arguments import json_value
 from tests.runtime.tools.corpus import (
     ARGUMENTS,
     FORMATS,
@@ -212,6 +214,30 @@ def test_element_texts_are_of_the_types_that_the_schema_says() -> None:
     assert read("qwen3_coder", [text]).calls == [("ping", '{"text": "12", "value": 12}')]
     odd = "<tool_call><function=ping><parameter=value>NaN</parameter></function></tool_call>"
     assert read("qwen3_coder", [odd]).calls == [("ping", '{"value": "NaN"}')]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "json_text"),
+    [
+        ({"enum": ["1", 2]}, "1", '"1"'),
+        ({"enum": ["1", 2]}, "2", "2"),
+        ({"enum": ["null", True]}, "null", '"null"'),
+        ({"const": "{}"}, "{}", '"{}"'),
+        ({"enum": 5}, "5", "5"),
+        (7, "null", "null"),
+    ],
+)
+def test_an_element_s_text_is_the_string_that_its_schema_lists(
+    schema: Any, text: str, json_text: str
+) -> None:
+    assert json_value(text, schema) == json_text
+
+
+@pytest.mark.parametrize("properties", [5, ["value"], None])
+def test_elements_are_read_by_what_is_no_schema_as_well(properties: Any) -> None:
+    tools = [Tool(name="ping", parameters={"type": "object", "properties": properties})]
+    text = written("qwen3_coder", [("ping", {"value": 1})])
+    assert read("qwen3_coder", [text], tools).calls == [("ping", '{"value": 1}')]
 
 
 @pytest.mark.parametrize("name", FORMATS)

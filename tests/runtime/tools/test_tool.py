@@ -115,6 +115,23 @@ def test_a_wrong_choice_is_refused(value: Any, param: str) -> None:
     assert raised.value.param == param
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 100_000,
+        ["x" * 100_000],
+        {"x" * 100_000: 1},
+        {"type": "function", "function": {"name": "x" * 100_000}},
+    ],
+    ids=("word", "list", "key", "name"),
+)
+def test_a_refusal_is_not_as_long_as_what_it_refuses(value: Any) -> None:
+    with pytest.raises(RequestError) as raised:
+        checked_tool_choice(value, checked_tools([wire("f")]))
+    assert len(str(raised.value)) < 400
+    assert len(raised.value.param or "") < 100
+
+
 def test_a_call_cannot_be_required_without_tools() -> None:
     with pytest.raises(RequestError, match="no tools"):
         checked_tool_choice("required", ())
