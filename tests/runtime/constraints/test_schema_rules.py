@@ -300,6 +300,25 @@ def test_an_id_that_is_no_short_uri_is_refused(identifier: str) -> None:
     assert refusal(schema).keyword == "$id"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 999_983},
+        {"type": "number", "multipleOf": 4_294_967_291},
+        {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7919, 7907, 7901)]},
+        {"$ref": "#/$defs/a", "multipleOf": 7919, "$defs": {"a": {"multipleOf": 0.7907}}},
+        {"patternProperties": {f"^p{i}_$": {} for i in range(100)}},
+    ],
+)
+def test_what_the_engine_would_count_for_seconds_is_refused(schema: Any) -> None:
+    assert refusal(schema).keyword in ("multipleOf", "patternProperties")
+
+
+@pytest.mark.parametrize("multiple", [1, 997, 1024, 10**9, 0.25, 0.01, 86_400, 12_000_000])
+def test_a_round_multiple_is_taken(multiple: float) -> None:
+    compiled({"type": "number", "multipleOf": multiple})
+
+
 KEYWORDS = tuple(
     "$ref $id $schema $anchor $defs type enum const anyOf allOf oneOf not if then properties "
     "patternProperties additionalProperties propertyNames required minProperties maxProperties "
