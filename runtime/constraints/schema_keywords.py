@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
@@ -268,10 +269,8 @@ def _is_finite(value: float) -> bool:
 
 
 def _num_decimals(value: float) -> int:
-    exact, count = Fraction(repr(value)), 0
-    while exact.denominator != 1 and count <= MAX_DECIMALS:
-        exact, count = exact * 10, count + 1
-    return count
+    exponent = Decimal(repr(value)).normalize().as_tuple().exponent
+    return max(0, -int(exponent))
 
 
 def _conditional(node: Node) -> Any:
