@@ -37,6 +37,7 @@ MAX_GRAMMARS = 1000
 MAX_REFUSALS = 1000
 MAX_REFUSAL_BYTES = 2**24
 REFUSAL_SECONDS = 60.0
+WAIT_SECONDS = 120.0  # in line, before a call is told to come back
 CLOSE_SECONDS = 10.0  # a compile that runs is waited for that long
 
 MatcherFuture = Future[Matcher | None]
@@ -134,8 +135,13 @@ class ConstraintCompiler:
         *,
         clock: Callable[[], float],
         max_waiting: int = MAX_WAITING,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
-        """`clock` gives seconds. The compiler closes `backends`."""
+        """`clock` gives seconds. The compiler closes `backends`.
+
+        A backend that cannot be stopped may hold all threads. Nobody is left to wait for that, so
+        no constraint is in line for longer than `wait_seconds`.
+        """
         self._backends = backends
         self._default_backend = options.constraint_backend
         self._deadline = options.constraint_deadline_ms / 1000
@@ -156,6 +162,7 @@ class ConstraintCompiler:
         self._watchdog = Watchdog(
             limit=self._deadline, on_overrun=self._refuse_overrun, clock=clock
         )
+        self._patience = Watchdog(limit=wait_seconds, on_overrun=self._turn_away, clock=clock)
         first_tasks = (self._make_default_backend, *[None] * (NUM_THREADS - 1))
         self._threads = [
             threading.Thread(
@@ -202,6 +209,7 @@ class ConstraintCompiler:
         for future in waiters:
             _fail(future, _closed())
         self._watchdog.close()
+        self._patience.close()
         self._backends.close()
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
@@ -239,6 +247,7 @@ class ConstraintCompiler:
                 return _failed(_too_many(self._max_waiting))
             job = self._jobs[spec] = _Job(spec)
             self._line.add(job, len(spec.text))
+            self._patience.watch(job)
             self._has_work.notify()
         future: MatcherFuture = Future()
         job.waiters.add(future)
@@ -258,6 +267,7 @@ class ConstraintCompiler:
         with self._lock:
             job.waiters.discard(future)
             if not job.waiters and self._line.discard(job):
+                self._patience.forget(job)
                 del self._jobs[job.spec]
 
     # -- on the threads ----------------------------------------------------------------------------
@@ -283,7 +293,11 @@ class ConstraintCompiler:
         with self._lock:
             while not self._closed and not self._line:
                 self._has_work.wait()
-            return None if self._closed else self._line.take()
+            if self._closed:
+                return None
+            job = self._line.take()
+            self._patience.forget(job)
+            return job
 
     def _compile(self, job: _Job) -> _Compiled | _Failure:
         """What becomes of a constraint, whatever a backend does."""
@@ -340,6 +354,17 @@ class ConstraintCompiler:
         for future in waiters:
             self._tell(future, failure)
 
+    def _turn_away(self, job: _Job) -> None:
+        """Whoever waits for a job that has been in line for too long is told to come back."""
+        with self._lock:
+            if not self._line.discard(job):
+                return  # it was taken up meanwhile
+            del self._jobs[job.spec]
+            waiters, job.waiters = job.waiters, set()
+            self._counters.num_turned_away += len(waiters)
+        for future in waiters:
+            _fail(future, _waited_too_long())
+
     def _give(self, future: MatcherFuture, grammar: Grammar, spec: ConstraintSpec) -> None:
         """A matcher to one who waits."""
         try:
@@ -393,6 +418,13 @@ def _too_many(max_waiting: int) -> EngineBusyError:
     return EngineBusyError(
         f"{max_waiting} constraints wait to be compiled already, and no more may; send the request "
         "again in a while"
+    )
+
+
+def _waited_too_long() -> EngineBusyError:
+    return EngineBusyError(
+        "the constraint has waited too long for others to be compiled; send the request again in a "
+        "while"
     )
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from sapwood.runtime.constraints.interface import GrammarError
 
+MAX_LENGTH = 65_536  # characters
 MAX_DEPTH = 64  # groups within groups
 MAX_WEIGHT = 65_536  # characters of the pattern once its repetitions are written out
 
@@ -86,6 +87,11 @@ class _Translator:
         self._is_negated = False  # whether the class [...] that is being read begins with ^
 
     def translate(self) -> str:
+        if len(self._pattern) > MAX_LENGTH:
+            raise GrammarError(
+                f"the regular expression has {len(self._pattern)} characters, at most {MAX_LENGTH} "
+                "are taken; shorten it"
+            )
         while self._at < len(self._pattern):
             self._step()
         if len(self._weights) > 1:

@@ -7,11 +7,18 @@ What refers to itself without end, what no finite answer satisfies, `oneOf` that
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
+from decimal import Decimal
 from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_disjoint import Disjointness
-from sapwood.runtime.constraints.schema_keywords import INSTANCE_TYPES, children, type_of
+from sapwood.runtime.constraints.schema_keywords import (
+    INSTANCE_TYPES,
+    MAX_MULTIPLE,
+    children,
+    type_of,
+    without_tens,
+)
 
 MAX_ALTERNATIVES = 200  # of one place where combinations are multiplied out
 MAX_EXPANDED = 50_000  # schemas in all
@@ -40,6 +47,7 @@ def settled(root: Any, definitions: Mapping[str, Any]) -> tuple[Any, dict[str, A
     root = _settled(root, productive, disjointness)
     kept = {k: _settled(v, productive, disjointness) for k, v in definitions.items()}
     kept = {k: v for k, v in kept.items() if k in productive}
+    _Multiples(kept).check(root)
     _Expansion(kept).check(root)
     return root, kept
 
@@ -199,6 +207,47 @@ def _free_any_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     moved = {"anyOf": schema["anyOf"]}
     rest = {k: v for k, v in schema.items() if k not in ("anyOf", "allOf")}
     return {**rest, "allOf": [*schema.get("allOf", ()), moved]}
+
+
+class _Multiples:
+    """How large `multipleOf` gets where several hold for one value, and their multiple counts."""
+
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+        self._found: dict[str, int] = {}  # by definition
+
+    def check(self, root: Any) -> None:
+        """Raises GrammarError where it gets too large. O(size), times the depth of nesting."""
+        stack = [root, *self._definitions.values()]
+        while stack:
+            schema = stack.pop()
+            if self._of(schema) > MAX_MULTIPLE:
+                raise GrammarError(
+                    "'multipleOf': the least common multiple of those that are combined is more "
+                    f"than {MAX_MULTIPLE} without its factors of ten; use rounder ones",
+                    keyword="multipleOf",
+                )
+            stack.extend(children(schema))
+
+    def _of(self, schema: Any) -> int:
+        if isinstance(schema, bool):
+            return 1
+        found = _coefficient(schema["multipleOf"]) if "multipleOf" in schema else 1
+        if "$ref" in schema:
+            found = math.lcm(found, self._of_definition(name_of(schema["$ref"])))
+        for member in in_place(schema):
+            found = math.lcm(found, self._of(member))
+        return min(without_tens(found), MAX_MULTIPLE + 1)
+
+    def _of_definition(self, name: str) -> int:
+        if name not in self._found:
+            self._found[name] = self._of(self._definitions.get(name, True))
+        return self._found[name]
+
+
+def _coefficient(value: float) -> int:
+    """The digits of a decimal number. Where the point stands only adds factors of ten."""
+    return int("".join(map(str, Decimal(repr(value)).as_tuple().digits)))
 
 
 class _Expansion:

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,8 @@ MAX_EXACT = 2**53 - 1  # whole numbers up to here are exact as doubles (RFC 8259
 MAX_DECIMALS = 20
 MAX_COUNT = 2**31 - 1  # of characters, items and properties
 MAX_COEFFICIENT = 2**32 - 1
+MAX_MULTIPLE = 20_000  # without factors of ten; so many states take llguidance some 70 ms
+MAX_PATTERN_PROPERTIES = 64  # of one object; llguidance's time grows with their cube
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 INSTANCE_TYPES = frozenset(TYPES) - {"integer"}  # what a value is of exactly one of
@@ -266,10 +269,8 @@ def _is_finite(value: float) -> bool:
 
 
 def _num_decimals(value: float) -> int:
-    exact, count = Fraction(repr(value)), 0
-    while exact.denominator != 1 and count <= MAX_DECIMALS:
-        exact, count = exact * 10, count + 1
-    return count
+    exponent = Decimal(repr(value)).normalize().as_tuple().exponent
+    return max(0, -int(exponent))
 
 
 def _conditional(node: Node) -> Any:
@@ -393,7 +394,18 @@ def _multiple_of(node: Node) -> dict[str, Any]:
     is_exact = Fraction(coefficient) == Fraction(repr(value)) * 10**exponent
     if not is_exact or coefficient > MAX_COEFFICIENT:
         raise node.error("multipleOf", f"{value} has too many digits; use a rounder one")
+    if without_tens(int(coefficient)) > MAX_MULTIPLE:
+        raise node.error(
+            "multipleOf",
+            f"{value} is more than {MAX_MULTIPLE} without its factors of ten; use a rounder one",
+        )
     return {"multipleOf": value}
+
+
+def without_tens(number: int) -> int:
+    while number and number % 10 == 0:
+        number //= 10
+    return number
 
 
 # ---- strings
@@ -504,7 +516,13 @@ def _object_keywords(node: Node) -> dict[str, Any]:
 
 def _pattern_properties(node: Node) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for pattern, schema in node.named_schemas("patternProperties").items():
+    named = node.named_schemas("patternProperties")
+    if len(named) > MAX_PATTERN_PROPERTIES:
+        raise node.error(
+            "patternProperties",
+            f"has {len(named)} patterns, at most {MAX_PATTERN_PROPERTIES} are taken; join some",
+        )
+    for pattern, schema in named.items():
         text = _pattern(node, "patternProperties", pattern)
         if text in found:
             raise node.error("patternProperties", f"{pattern!r} is there twice; join the two")

@@ -29,6 +29,8 @@ ALONE = (
 )
 
 
+# To read one takes some 20 us of the interpreter's time, which others in the process wait for.
+MAX_SCHEMAS = 5000
 MAX_URI_LENGTH = 2048  # characters, of what a schema is called by
 
 
@@ -74,6 +76,7 @@ class SchemaPlaces:
     """An index of one document. O(its size) to make."""
 
     def __init__(self, root: Any) -> None:
+        """Raises GrammarError for a document of too many schemas."""
         self._places: dict[int, Place] = {}  # by the identity of the schema's dict
         self._resources: dict[str, Any] = {"": root}
         self._anchors: dict[str, Any] = {}
@@ -111,6 +114,11 @@ class SchemaPlaces:
     def _index(self, schema: Any, place: Place) -> None:
         if not isinstance(schema, dict):
             return
+        if len(self._places) == MAX_SCHEMAS:
+            raise GrammarError(
+                f"there are more than {MAX_SCHEMAS} schemas within the schema, the most that are "
+                "taken; make it smaller, and use enum or a pattern for what is only values"
+            )
         place = self._named(schema, place)
         self._places[id(schema)] = place
         for steps, child in children_of(schema):

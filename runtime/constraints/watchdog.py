@@ -36,15 +36,23 @@ class Watchdog(Generic[ItemT]):
     @contextmanager
     def watching(self, item: ItemT) -> Iterator[None]:
         """Watch an item within the block."""
+        self.watch(item)
+        try:
+            yield
+        finally:
+            self.forget(item)
+
+    def watch(self, item: ItemT) -> None:
+        """Watch an item until it is forgotten."""
         with self._changed:
             self._due[item] = self._clock() + self._limit
             if self._due[item] < self._wakes_at:
                 self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._due.pop(item, None)
+
+    def forget(self, item: ItemT) -> None:
+        """Watch an item no more, if it is watched."""
+        with self._changed:
+            self._due.pop(item, None)
 
     def close(self) -> None:
         """Watch no more, and wait for the thread."""

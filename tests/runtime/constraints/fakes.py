@@ -129,12 +129,15 @@ def fake_compiler(
     *,
     make_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
     max_waiting: int = 1000,
+    wait_seconds: float = 1000.0,
     **options: int,
 ) -> tuple[ConstraintCompiler, Backends]:
     """A compiler over the backends of `NAMES`, to be closed."""
     backends = Backends(make_vocabulary, names=NAMES)
     given = ConstraintOptions(**{"constraint_deadline_ms": 5000, **options})
-    compiler = ConstraintCompiler(backends, given, clock=clock, max_waiting=max_waiting)
+    compiler = ConstraintCompiler(
+        backends, given, clock=clock, max_waiting=max_waiting, wait_seconds=wait_seconds
+    )
     return compiler, backends
 
 

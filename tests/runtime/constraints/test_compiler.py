@@ -258,6 +258,21 @@ def test_who_waits_in_line_is_not_refused_for_the_time_it_waits(hurried: Bench) 
     assert waiting.result(PATIENCE)
 
 
+def test_who_waits_for_threads_that_are_held_for_ever_is_told_to_come_back() -> None:
+    bench = Bench(wait_seconds=0.01)
+    bench.occupy()
+    waiting = [bench.ask("a"), bench.ask("a")]
+    bench.clock.now += 1
+    for future in waiting:
+        assert isinstance(error_of(future), EngineBusyError)
+    stats = bench.compiler.stats()
+    assert (stats.num_waiting, stats.num_turned_away) == (0, 2)
+    later = bench.ask("a")
+    bench.backend.release_all()
+    assert later.result(PATIENCE)
+    bench.compiler.close()
+
+
 def test_small_constraints_come_first_and_every_fourth_is_the_one_that_waited_longest(
     bench: Bench,
 ) -> None:

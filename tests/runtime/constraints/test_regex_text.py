@@ -42,6 +42,7 @@ BACKEND = LlguidanceBackend(vocabulary())
         (r"\x4", "hexadecimal"),
         ("(" * 100 + ")" * 100, "nested deeper"),
         ("(a{1000}){1000}", f"{MAX_WEIGHT} characters"),
+        ("()" * 40_000, "80000 characters"),  # empty groups weigh nothing
     ],
 )
 def test_what_is_not_taken_is_refused_by_name(pattern: str, named: str) -> None:

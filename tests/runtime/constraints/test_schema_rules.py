@@ -14,6 +14,7 @@ import pytest
 from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.json_schema import json_grammar
 from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend, LlguidanceGrammar
+from sapwood.runtime.constraints.schema_places import MAX_SCHEMAS, SchemaPlaces
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
 from tests.runtime.constraints.byte_backend import accepts, vocabulary
 
@@ -249,7 +250,7 @@ def _chain(length: int, link: Callable[[str], Any]) -> Any:
     "schema",
     [
         _chain(2000, lambda next_one: {"properties": {"n": {"$ref": next_one}}, "required": ["n"]}),
-        _chain(5000, lambda next_one: {"$ref": next_one}),
+        _chain(4900, lambda next_one: {"$ref": next_one}),
         _chain(390, lambda next_one: {"$ref": next_one, "minLength": 1}),
         _chain(100, lambda next_one: {"allOf": [{"$ref": next_one, "minLength": 1}] * 2}),
         _chain(100, lambda next_one: {"anyOf": [{"$ref": next_one, "minLength": 1}] * 2}),
@@ -265,13 +266,13 @@ def test_no_chain_of_references_takes_time_that_grows_faster_than_it(schema: Any
 @pytest.mark.parametrize(
     "option",
     [
-        lambda side: _any_of_tree(side, width=6, depth=4),
-        lambda side: {"enum": [f"{side}{i}" for i in range(1600)]},
+        lambda side: _any_of_tree(side, width=5, depth=4),
+        lambda side: {"enum": [f"{side}{i}" for i in range(4500)]},
     ],
     ids=["options in options", "values"],
 )
 def test_telling_options_apart_has_a_limit_of_work(option: Callable[[str], Any]) -> None:
-    schema = {"oneOf": [option(side) for side in "abcdefghijkl"]}
+    schema = {"oneOf": [option(side) for side in "abcdef"]}
     with pytest.raises(GrammarError, match="too much work"):
         json_grammar(schema, ConstraintSpec.json_schema(True))
 
@@ -298,6 +299,32 @@ def test_places_below_a_long_name_do_not_keep_it() -> None:
 def test_an_id_that_is_no_short_uri_is_refused(identifier: str) -> None:
     schema = {"$id": "http://x/", "properties": {"a": {"$id": identifier}}}
     assert refusal(schema).keyword == "$id"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 999_983},
+        {"type": "number", "multipleOf": 4_294_967_291},
+        {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7919, 7907, 7901)]},
+        {"$ref": "#/$defs/a", "multipleOf": 7919, "$defs": {"a": {"multipleOf": 0.7907}}},
+        {"patternProperties": {f"^p{i}_$": {} for i in range(100)}},
+    ],
+)
+def test_what_the_engine_would_count_for_seconds_is_refused(schema: Any) -> None:
+    assert refusal(schema).keyword in ("multipleOf", "patternProperties")
+
+
+def test_a_document_of_too_many_schemas_is_refused_before_they_are_read() -> None:
+    items = [{"type": "string"} for _ in range(MAX_SCHEMAS)]
+    with pytest.raises(GrammarError, match=f"more than {MAX_SCHEMAS} schemas"):
+        SchemaPlaces({"prefixItems": items})
+    SchemaPlaces({"prefixItems": items[1:]})
+
+
+@pytest.mark.parametrize("multiple", [1, 997, 1024, 10**9, 0.25, 0.01, 86_400, 12_000_000])
+def test_a_round_multiple_is_taken(multiple: float) -> None:
+    compiled({"type": "number", "multipleOf": multiple})
 
 
 KEYWORDS = tuple(
