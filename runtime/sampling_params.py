@@ -156,9 +156,6 @@ class SamplingParams:
         name = "max_reasoning_tokens"
         _check_int(name, self.max_reasoning_tokens, low=0, high=MAX_COUNT, optional=True)
         _check_bool("ignore_eos", self.ignore_eos)
-        _check_int(
-            "max_reasoning_tokens", self.max_reasoning_tokens, low=1, high=MAX_COUNT, optional=True
-        )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",

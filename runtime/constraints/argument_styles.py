@@ -15,6 +15,7 @@ from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_keywords import type_of
 
 MAX_DEPTH = 32  # schemas within each other
+MAX_VALUES = 4096  # schemas in all, those that are referred to counted each time
 MAX_NAME_CHARS = 256  # of an argument; readers take no longer ones
 _ANNOTATIONS = frozenset(
     "title description default examples $schema $comment $defs definitions deprecated".split()
@@ -83,10 +84,12 @@ class _PythonWriter:
     def __init__(
         self, root: Any, strict: bool, write_value: WriteValue, write_rule: WriteRule
     ) -> None:
+        self._root = root
         self._definitions = _definitions_of(root)
         self._strict = strict
         self._write_value = write_value
         self._write_rule = write_rule
+        self._num_values = 0
 
     def arguments(self, schema: Any) -> str:
         members = []
@@ -110,8 +113,13 @@ class _PythonWriter:
 
     def _value(self, schema: Any, depth: int) -> str:
         """A literal by a schema."""
-        if depth > MAX_DEPTH:
-            raise GrammarError(f"the schema is nested deeper than {MAX_DEPTH} levels; flatten it")
+        self._num_values += 1
+        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
+            raise GrammarError(
+                f"the schema is nested deeper than {MAX_DEPTH} levels or has more than "
+                f"{MAX_VALUES} values, with what it refers to; flatten it"
+            )
+        schema = referred(schema, self._root)
         if schema is True or (isinstance(schema, Mapping) and not _keywords_of(schema)):
             return self._any()
         if not isinstance(schema, Mapping):
@@ -194,6 +202,7 @@ class _XmlWriter:
     def __init__(
         self, root: Any, strict: bool, write_value: WriteValue, write_rule: WriteRule
     ) -> None:
+        self._root = root
         self._definitions = _definitions_of(root)
         self._strict = strict
         self._write_value = write_value
@@ -223,6 +232,7 @@ class _XmlWriter:
     def _value(self, schema: Any) -> str:
         """A value and the end of its element."""
         end = _quoted(f"\n{XML_END}\n")
+        schema = referred(schema, self._root)
         keywords = _keywords_of(schema)
         types = _types_of(schema)
         if schema is True:
@@ -240,12 +250,17 @@ class _XmlWriter:
             return f"({' | '.join(map(_quoted, texts))}) {end}"
         if "anyOf" in keywords:
             _check_keywords(schema, ("anyOf",))
-            for option in _list_at(schema, "anyOf"):
-                if not isinstance(option, Mapping):
-                    raise GrammarError("'anyOf' has what is no schema", keyword="anyOf")
-                _check_keywords(option, ("type",))
-            return self._text()
+            return self._any_of([referred(o, self._root) for o in _list_at(schema, "anyOf")])
         _check_keywords(schema, ("type",))
+        return self._text()
+
+    def _any_of(self, options: Sequence[Any]) -> str:
+        if not all(isinstance(option, Mapping) for option in options):
+            raise GrammarError("'anyOf' has what is no schema", keyword="anyOf")
+        if all({"enum", "const"} & option.keys() or not _may_be_text(option) for option in options):
+            return f"({' | '.join(map(self._value, options))})"
+        for option in options:
+            _check_keywords(option, ("type",))
         return self._text()
 
     def _text(self) -> str:
@@ -314,6 +329,25 @@ def _definitions_of(root: Any) -> Mapping[str, Any]:
     if not isinstance(root, Mapping):
         return {}
     return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def referred(schema: Any, root: Any) -> Any:
+    """What a schema that only refers to one of the root's definitions refers to; else itself."""
+    for _ in range(MAX_DEPTH):
+        reference = schema.get("$ref") if _keywords_of(schema) == {"$ref"} else None
+        match = _REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
+        definitions = _definitions_of(root).get(match[1]) if match is not None else None
+        if match is None or not isinstance(definitions, Mapping) or match[2] not in definitions:
+            return schema
+        schema = definitions[match[2]]
+    return schema
+
+
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
+
+
+def _may_be_text(schema: Any) -> bool:
+    return "string" in _types_of(schema)
 
 
 def _keywords_of(schema: Any) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sapwood.runtime.constraints.schema_places import ALONE, IN_LISTS, IN_MAPS
 from sapwood.runtime.tools.tool import Tool
 
 # Keywords by which one value has to satisfy several schemas, or no more than one.
@@ -12,18 +13,36 @@ _JOINS = frozenset(
 _BESIDE_PROPERTIES = frozenset(("anyOf", "$ref", "patternProperties", "minProperties"))
 _OF_SCHEMAS = ("anyOf", "prefixItems")
 _OF_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+# Keywords that are for readers. They are most of what tools say, and constrain nothing.
+_NOTES = frozenset("title description default examples deprecated $comment".split())
 
 
 def argument_schema(tool: Tool) -> dict[str, Any]:
     """An object of the tool's parameters and, where it names some and says no more, no others.
 
     A function takes the arguments that it names. Whatever satisfies this satisfies
-    `tool.parameters`.
+    `tool.parameters`. Descriptions are left out.
     """
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = {"type": "object", **tool.parameters}
+    schema = {"type": "object", **_without_notes(tool.parameters)}
     return schema if any(map(_joins, _objects_in(schema))) else _closed(schema)
+
+
+def _without_notes(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: _without_notes_within(key, value) for key, value in schema.items() if key not in _NOTES
+    }
+
+
+def _without_notes_within(key: str, value: Any) -> Any:
+    if key in IN_MAPS and isinstance(value, Mapping):
+        return {name: _without_notes(item) for name, item in value.items()}
+    if (key in IN_LISTS or key == "items") and isinstance(value, list):
+        return [_without_notes(item) for item in value]
+    return _without_notes(value) if key in ALONE or key == "items" else value
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class _CallGrammar:
         self._syntax = syntax
         self._tools = tools
         self._several = several
+        self._arguments = {tool.name: self._arguments_of(tool) for tool in tools}
 
     def calls_alone(self) -> _Element:
         """Calls and nothing else, as the model begins them."""
@@ -85,7 +86,9 @@ class _CallGrammar:
     def _bare_call(self, tool: Tool) -> _Element:
         head = {"type": "regex", "pattern": self._syntax.bare_head(re.escape(tool.name))}
         rest = _text(self._syntax.before_arguments[1:])
-        return _sequence(head, rest, self._arguments(tool), _text(self._syntax.after_arguments))
+        return _sequence(
+            head, rest, self._arguments[tool.name], _text(self._syntax.after_arguments)
+        )
 
     def _calls(self) -> _Element:
         return {
@@ -98,9 +101,9 @@ class _CallGrammar:
 
     def _call(self, tool: Tool) -> _Element:
         begin = self._syntax.begin(tool.name)
-        return _tag(begin, self._arguments(tool), self._syntax.after_arguments)
+        return _tag(begin, self._arguments[tool.name], self._syntax.after_arguments)
 
-    def _arguments(self, tool: Tool) -> _Element:
+    def _arguments_of(self, tool: Tool) -> _Element:
         return {
             "type": "json_schema",
             "json_schema": argument_schema(tool),

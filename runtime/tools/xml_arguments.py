@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from sapwood.runtime.constraints.argument_styles import MAX_NAME_CHARS
+from sapwood.runtime.constraints.argument_styles import MAX_NAME_CHARS, referred
 from sapwood.runtime.constraints.argument_styles import XML_END as END
 from sapwood.runtime.tools.text_source import Steps, TextSource
 
@@ -41,7 +41,7 @@ def read_xml_arguments(source: TextSource, schema: Mapping[str, Any], write: _Wr
         value = yield from _read_value(source)
         if value is None:
             return False
-        write(json_value(value, properties.get(name, {})))
+        write(json_value(value, properties.get(name, {}), schema))
 
 
 def _read_value(source: TextSource) -> Steps[str | None]:
@@ -57,10 +57,14 @@ def _read_value(source: TextSource) -> Steps[str | None]:
             return None
 
 
-def json_value(text: str, schema: Any) -> str:
-    """A text as JSON: as it is, if it is a value of a type that `schema` allows; else a string."""
+def json_value(text: str, schema: Any, root: Any = None) -> str:
+    """A text as JSON: as it is, if it is a value of a type that `schema` allows; else a string.
+
+    `root` has the definitions that `schema` may refer to.
+    """
+    schema = _without_references(schema, root)
     types = types_of(schema)
-    if isinstance(schema, Mapping) and text in _strings_of(schema):
+    if text in _strings_of(schema):
         return json.dumps(text, ensure_ascii=False)
     if types != {"string"}:
         kind = _json_type(text)
@@ -69,8 +73,20 @@ def json_value(text: str, schema: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _strings_of(schema: Mapping[str, Any]) -> Collection[str]:
+def _without_references(schema: Any, root: Any) -> Any:
+    """The schema, and those that it has for a choice, as they are defined."""
+    schema = referred(schema, root)
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("anyOf"), list):
+        return schema
+    return {**schema, "anyOf": [referred(option, root) for option in schema["anyOf"]]}
+
+
+def _strings_of(schema: Any) -> Collection[str]:
     """The strings among the values that a schema lists."""
+    if not isinstance(schema, Mapping):
+        return ()
+    if isinstance(schema.get("anyOf"), list):
+        return [text for option in schema["anyOf"] for text in _strings_of(option)]
     values = schema.get("enum", [schema.get("const")])
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else ()
 

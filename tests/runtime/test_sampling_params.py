@@ -172,7 +172,6 @@ DIGITS = ConstraintSpec.regex("[0-9]+")
         ({"constraint": DIGITS, "min_tokens": 1}, "min_tokens"),
         ({"constraint": DIGITS, "allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"constraint": DIGITS, "banned_token_ids": [1]}, "banned_token_ids"),
-        ({"max_reasoning_tokens": 0}, "max_reasoning_tokens"),
         ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
         ({"max_reasoning_tokens": True}, "max_reasoning_tokens"),
         ({"max_reasoning_tokens": 1.5}, "max_reasoning_tokens"),
@@ -251,3 +250,7 @@ def test_edits_of_tokens_are_made_once_as_arrays() -> None:
     assert (edits.biased.tolist(), edits.biases.tolist()) == ([3, 9], [-2.5, 1.0])
     assert SamplingParams().token_edits is None
     assert FULL.compiled_stop_regexes[0].pattern == "a+b"
+
+
+def test_reasoning_may_be_ended_at_once() -> None:
+    assert SamplingParams(max_reasoning_tokens=0).max_reasoning_tokens == 0

@@ -28,7 +28,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     (OBJECT, ["{}", '{"k": True}', '{"k": True, "n": 1.5}'], ['{"n": 1, "k": True}', '{"x": 1}']),
     ({"type": "object"}, ["{}", '{"a": {"b": [None, 1]}}'], ["[]", "{1: 2}"]),
     ({}, ["1", '"x"', "None", '[True, {"a": []}]'], ["null", "x"]),
-    ({"$ref": "#/$defs/flag"}, ["True", "1"], ["f()"]),  # not followed: any literal
+    ({"$ref": "#/$defs/flag"}, ["True", "1"], ["f()"]),  # not there: any literal
 ]
 
 
@@ -192,3 +192,53 @@ def test_values_of_an_enum_that_are_not_of_its_type_are_not_written(
 
 def _element(value: str) -> str:
     return f"<parameter=a>\n{value}\n</parameter>\n"
+
+
+DEFINITIONS = {
+    "unit": {"enum": ["C", "F"], "type": "string"},
+    "alias": {"$ref": "#/$defs/unit"},
+    "point": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "flag": {"$ref": "#/$defs/flag"}},
+        "required": ["x", "flag"],
+    },
+    "flag": {"type": "boolean"},
+    "loop": {"$ref": "#/$defs/loop"},
+    "tree": {"type": "object", "properties": {"kids": {"type": "array"}}},
+}
+DEFINITIONS["tree"]["properties"]["kids"]["items"] = {"$ref": "#/$defs/tree"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "python", "element", "wrong"),
+    [
+        ({"$ref": "#/$defs/unit"}, '"C"', "C", "K"),
+        ({"$ref": "#/$defs/alias", "description": "d"}, '"F"', "F", "K"),
+        (
+            {"$ref": "#/$defs/point"},
+            '{"x": 1, "flag": True}',
+            '{"x": 1, "flag": true}',
+            '{"x": 1}',
+        ),
+        ({"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, "None", "null", "K"),
+        ({"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, '"C"', "C", "True"),
+        ({"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}, "None", "null", "[]"),
+    ],
+)
+def test_references_to_definitions_are_followed(
+    walker: Walker, schema: Any, python: str, element: str, wrong: str
+) -> None:
+    schema = {**arguments(a=schema), "$defs": DEFINITIONS}
+    keyword = matcher_of(walker, schema, "python", strict=True)
+    assert walker.accepts(keyword, f"(a={python})")
+    assert not walker.accepts(keyword, f"(a={wrong})")
+    elements = matcher_of(walker, schema, "qwen_xml", strict=True)
+    assert walker.accepts(elements, f"({_element(element)})")
+    assert not walker.accepts(elements, f"({_element(wrong)})")
+
+
+@pytest.mark.parametrize("name", ["loop", "tree", "absent"])
+def test_references_without_an_end_are_refused_in_python(walker: Walker, name: str) -> None:
+    schema = {**arguments(a={"$ref": f"#/$defs/{name}"}), "$defs": DEFINITIONS}
+    with pytest.raises(GrammarError):
+        matcher_of(walker, schema, "python", strict=True)

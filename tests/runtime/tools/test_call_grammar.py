@@ -300,3 +300,18 @@ def test_objects_within_are_closed_as_well() -> None:
     assert schema["properties"]["a"]["items"] == closed
     assert schema["$defs"]["d"] == closed
     assert "additionalProperties" not in inner
+
+
+def test_descriptions_are_no_part_of_the_grammar_and_arguments_of_their_names_are() -> None:
+    note = {"description": "x" * 1000, "title": "T", "default": 1, "examples": [1]}
+    names = {name: {"type": "integer", **note} for name in note}
+    deep = {"type": "array", "items": {"anyOf": [{"properties": names, **note}]}, **note}
+    enum = {"enum": [{"title": 1, "description": "d"}]}
+    parameters = {"properties": {**names, "deep": deep, "enum": enum}, "$defs": {"d": note}, **note}
+    schema = argument_schema(Tool(name="f", parameters=parameters))
+    plain = {name: {"type": "integer"} for name in note}
+    [inner] = schema["properties"]["deep"]["items"]["anyOf"]
+    assert inner["properties"] == plain
+    assert schema["properties"].items() >= {**plain, "enum": enum}.items()
+    assert schema["$defs"] == {"d": {}}
+    assert not schema.keys() & note.keys()

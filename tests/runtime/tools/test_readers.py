@@ -233,6 +233,23 @@ def test_an_element_s_text_is_the_string_that_its_schema_lists(
     assert json_value(text, schema) == json_text
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "json_text"),
+    [
+        ({"$ref": "#/$defs/name"}, "12", '"12"'),
+        ({"$ref": "#/$defs/size"}, "12", "12"),
+        ({"anyOf": [{"$ref": "#/$defs/size"}, {"type": "null"}]}, "12", '"12"'),
+        ({"anyOf": [{"$ref": "#/$defs/size"}, {"type": "null"}]}, "null", "null"),
+    ],
+)
+def test_an_element_s_text_is_of_the_type_that_its_schema_refers_to(
+    schema: Any, text: str, json_text: str
+) -> None:
+    size = {"enum": ["12", "L"]} if "anyOf" in schema else {"type": "integer"}
+    root = {"$defs": {"name": {"type": "string"}, "size": size}}
+    assert json_value(text, schema, root) == json_text
+
+
 @pytest.mark.parametrize("properties", [5, ["value"], None])
 def test_elements_are_read_by_what_is_no_schema_as_well(properties: Any) -> None:
     tools = [Tool(name="ping", parameters={"type": "object", "properties": properties})]
