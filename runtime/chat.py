@@ -17,6 +17,7 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_CALLS_OF_A_MESSAGE = 1024
 MAX_TEMPLATE_KWARGS_CHARS = 65_536  # as JSON
 
 
@@ -119,6 +120,12 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise _refused(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     content = _plain_content(message.get("content"), role, f"{where}.content")
+    calls = message.get("tool_calls")
+    if isinstance(calls, Sequence) and len(calls) > MAX_CALLS_OF_A_MESSAGE:
+        raise _refused(
+            f"{where}.tool_calls has {len(calls)} calls, at most {MAX_CALLS_OF_A_MESSAGE} are taken; "
+            "tell of them in several messages"
+        )
     filled = {key: value for key, value in message.items() if value is not None}
     # `content` may be parts, which are not to be copied; it keeps its place among the keys.
     plain: dict[str, Any] = plain_json({**filled, "content": ""}, where, param="messages")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.runtime.chat import Chat, ChatOptions
+from sapwood.runtime.chat import Chat, ChatOptions, plain_messages
 from sapwood.runtime.chat_template import ChatTemplate
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.template_meter import RenderLimits
@@ -450,6 +450,13 @@ def test_arguments_of_tool_calls_are_objects_to_a_template(arguments: Any, seen:
     {%- if arguments is string %}{{ arguments }}{% else %}
     {%- for name, value in arguments.items() %}{{ name }}={{ value }} {% endfor %}{% endif %}"""
     assert render(source, call(arguments)) == seen
+
+
+def test_a_message_of_very_many_calls_is_refused() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    plain_messages([{"role": "assistant", "tool_calls": [call] * 1024}])
+    with pytest.raises(RequestError, match="1025 calls, at most 1024"):
+        plain_messages([{"role": "assistant", "tool_calls": [call] * 1025}])
 
 
 def test_deep_arguments_of_tool_calls_are_refused() -> None:
