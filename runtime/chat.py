@@ -123,8 +123,8 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if isinstance(calls, Sequence) and len(calls) > MAX_CALLS_OF_A_MESSAGE:
         raise _refused(
-            f"{where}.tool_calls has {len(calls)} calls, at most {MAX_CALLS_OF_A_MESSAGE} are taken; "
-            "tell of them in several messages"
+            f"{where}.tool_calls has {len(calls)} calls, at most {MAX_CALLS_OF_A_MESSAGE} are "
+            "taken; tell of them in several messages"
         )
     filled = {key: value for key, value in message.items() if value is not None}
     # `content` may be parts, which are not to be copied; it keeps its place among the keys.
