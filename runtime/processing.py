@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 Input = str | Sequence[int] | TokenIds | Sequence[Message] | Chat
 
+# Ways out for whoever limits a reasoning that cannot be.
+_NO_TAGS = "leave it out, or name the model's way of reasoning with the engine's option reasoning"
+_NO_CHAT = "this is a plain prompt: leave it out, or send messages"
+
 
 def is_single(inputs: Any) -> TypeGuard[Input]:
     """Whether this is one input rather than a list of them."""
@@ -150,8 +154,7 @@ class InputProcessor:
         if sampling.max_reasoning_tokens is not None and (tags is None or chat is None):
             raise RequestError(
                 "max_reasoning_tokens is for conversations of a model that reasons before it "
-                "answers, and this is none; leave it out, or name the model's way of reasoning "
-                "with the engine's option reasoning",
+                f"answers; {_NO_TAGS if tags is None else _NO_CHAT}",
                 param="max_reasoning_tokens",
             )
         inner = None if tools is None else tools.answer_format

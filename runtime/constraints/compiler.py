@@ -344,7 +344,8 @@ class ConstraintCompiler:
         """Whoever waits for a job that takes too long, or comes while it still runs, is refused."""
         failure = _Failure(
             f"the constraint is not compiled after {self._deadline * 1000:.0f} ms, the most that "
-            "one may take; make it smaller or simpler, or raise constraint_deadline_ms",
+            "one may take; make it smaller or simpler, or raise the engine's option "
+            "constraint_deadline_ms",
             code="constraint_deadline_exceeded",
         )
         with self._lock:

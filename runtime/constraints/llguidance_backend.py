@@ -34,6 +34,11 @@ _KNOWN_ERRORS = (
     ("Unsatisfiable schema", None, _UNSATISFIABLE),
     ("NoExtension", None, _UNSATISFIABLE),
     (
+        "no start rule found",
+        None,
+        "the grammar has no rule where an answer begins; name it start in Lark's notation",
+    ),
+    (
         "not supported yet; Start in regex",
         "pattern",
         "a regular expression has ^ after its beginning; leave it out",

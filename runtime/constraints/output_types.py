@@ -25,7 +25,7 @@ It differs in four places, where outlines' own would answer something else than 
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, is_typeddict
 
 from sapwood.runtime.constraints.limits import WHITESPACE_KINDS
 from sapwood.runtime.constraints.notation import grammar_spec
@@ -35,7 +35,9 @@ from sapwood.runtime.errors import RequestError
 if TYPE_CHECKING:
     from outlines.types.dsl import Term
 
-_WAY_OUT = "give a JsonSchema, Regex or CFG of outlines.types, or a ConstraintSpec"
+_WAY_OUT = "give a JsonSchema, Regex, CFG or Choice of outlines.types, or a ConstraintSpec"
+# What outlines adds to its refusals; its authors cannot help here.
+_OUTLINES_ADVICE = ". Please open an issue: https://github.com/dottxt-ai/outlines/issues"
 
 
 def constraint_of(
@@ -82,13 +84,25 @@ def _spec_of_type(output_type: Any) -> ConstraintSpec:
         raise
     except Exception as error:
         raise RequestError(
-            f"no constraint can be made of {_few_words(repr(output_type))}: {_few_words(error)}; "
-            f"{_WAY_OUT}",
+            f"no constraint can be made of {_few_words(repr(output_type))}: "
+            f"{_few_words(str(error).replace(_OUTLINES_ADVICE, ''))}; {_way_out_of(output_type)}",
             param="constraint",
         ) from error
     if spec.kind is not ConstraintKind.JSON_SCHEMA or isinstance(output_type, Term):
         return spec
     return ConstraintSpec.json_schema(_closed(json.loads(spec.text)))
+
+
+def _way_out_of(output_type: Any) -> str:
+    if isinstance(output_type, dict):
+        return f"give a schema as JsonSchema(...); or {_WAY_OUT}"
+    if isinstance(output_type, list):
+        return f"give choices as Choice([...]); or {_WAY_OUT}"
+    if output_type in (list, tuple):
+        return f"name the type of the items, as in list[int]; or {_WAY_OUT}"
+    if is_typeddict(output_type):
+        return f"take TypedDict from typing_extensions before Python 3.12; or {_WAY_OUT}"
+    return _WAY_OUT
 
 
 def _closed(node: Any) -> Any:

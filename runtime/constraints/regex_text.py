@@ -95,7 +95,7 @@ class _Translator:
         while self._at < len(self._pattern):
             self._step()
         if len(self._weights) > 1:
-            raise self._error("a ( without its )", self._at)
+            raise self._error("a ( without its )", self._at, "close it, or write \\( for itself")
         return "".join(self._out)
 
     def _step(self) -> None:
@@ -107,7 +107,7 @@ class _Translator:
             self._open_group()
         elif char == ")":
             if len(self._weights) == 1:
-                raise self._error("a ) without its (", start)
+                raise self._error("a ) without its (", start, "open it, or write \\) for itself")
             self._write(")", weight=self._weights.pop())
         elif char == "[":
             self._write(self._char_class())
@@ -206,7 +206,7 @@ class _Translator:
         items: list[str] = []
         while True:
             if self._at >= len(self._pattern):
-                raise self._error("a [ without its ]", start)
+                raise self._error("a [ without its ]", start, "close it, or write \\[ for itself")
             if self._pattern[self._at] == "]" and (items or not self._is_python):
                 self._at += 1
                 break
@@ -326,8 +326,8 @@ class _Translator:
             raise self._error("an escape for what is no character", start)
         return chr(code)
 
-    def _error(self, what: str, at: int) -> GrammarError:
-        return GrammarError(f"the regular expression has {what} (character {at}); write it without")
+    def _error(self, what: str, at: int, way_out: str = "write it without") -> GrammarError:
+        return GrammarError(f"the regular expression has {what} (character {at}); {way_out}")
 
 
 def _count(digits: str) -> int:

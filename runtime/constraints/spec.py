@@ -57,13 +57,16 @@ class ConstraintSpec:
     def json_schema(
         cls, schema: Mapping[str, Any] | bool, *, whitespace: Whitespace = Whitespace.BOUNDED
     ) -> "ConstraintSpec":
+        """A JSON value that satisfies a schema, which is open where it does not say otherwise."""
         text = json.dumps(schema, ensure_ascii=False)
         return cls(kind=ConstraintKind.JSON_SCHEMA, text=text, whitespace=whitespace)
 
     @classmethod
     def regex(cls, pattern: str) -> "ConstraintSpec":
+        """A text that matches `pattern`, in Python's notation, from its first to its last."""
         return cls(kind=ConstraintKind.REGEX, text=pattern)
 
     @classmethod
     def choice(cls, choices: list[str]) -> "ConstraintSpec":
+        """One of these texts."""
         return cls(kind=ConstraintKind.CHOICE, text=json.dumps(choices, ensure_ascii=False))

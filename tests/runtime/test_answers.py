@@ -300,6 +300,7 @@ def test_without_a_block_to_come_a_cap_changes_nothing(thinker: Path) -> None:
         with pytest.raises(RequestError, match="conversations of a model that reasons") as refusal:
             engine.generate("plain", CAPPED)
         assert refusal.value.param == "max_reasoning_tokens"
+        assert "this is a plain prompt" in str(refusal.value)
 
 
 def test_a_cap_is_refused_by_models_that_do_not_reason(engine: Engine, thinker: Path) -> None:

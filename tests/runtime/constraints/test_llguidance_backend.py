@@ -286,6 +286,7 @@ def test_json_in_a_lark_grammar_is_checked_like_any_other() -> None:
         (ConstraintKind.CHOICE, "[1]", "choices are strings"),
         (ConstraintKind.CHOICE, json.dumps([str(i) for i in range(10_001)]), "at most 10000"),
         (ConstraintKind.LARK, "start: nothing", 'unknown name: "nothing"'),
+        (ConstraintKind.LARK, 'answer: "a"', "name it start"),
         (ConstraintKind.LARK, "start: " + "(" * 100 + '"a"' + ")" * 100, "deeper than 64"),
         (ConstraintKind.LARK, "start: a" + "\na: a | b" * 3000, "2000 rules"),
         (ConstraintKind.LARK, "start: %json {", "JSON in the grammar"),

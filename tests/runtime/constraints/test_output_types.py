@@ -309,3 +309,17 @@ def test_what_is_not_understood_is_refused_with_a_way_out(unknown: Any) -> None:
         constraint_of(unknown)
     assert e.value.param == "constraint"
     assert len(str(e.value)) < 500
+    assert "open an issue" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "way_out"),
+    [
+        ({"type": "object"}, "give a schema as JsonSchema"),
+        (["red", "blue"], "give choices as Choice"),
+        (list, "name the type of the items"),
+    ],
+)
+def test_a_likely_mistake_is_told_its_own_way_out(mistaken: Any, way_out: str) -> None:
+    with pytest.raises(RequestError, match=way_out):
+        constraint_of(mistaken)
