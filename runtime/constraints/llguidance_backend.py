@@ -243,7 +243,6 @@ class LlguidanceMatcher:
         self._eos_token_ids = eos_token_ids
         self._encode = encode
         self._number_limit = number_limit
-        self._num_tokens = 0  # without end tokens
         self._num_ends = 0
 
     @property
@@ -251,7 +250,7 @@ class LlguidanceMatcher:
         if self._matcher.is_stopped():
             _raise_error_of(self._matcher)
             return True
-        return self._num_ends > 0 or (self._may_end_only and self._ends_only())
+        return self._num_ends > 0 or (self.is_accepting and self._ends_only())
 
     @property
     def is_accepting(self) -> bool:
@@ -289,7 +288,6 @@ class LlguidanceMatcher:
             if matcher.is_error():
                 _raise_error_of(matcher)
             return False
-        self._num_tokens += 1
         if self._number_limit is not None:
             self._number_limit.push(token_id)
         return True
@@ -321,7 +319,6 @@ class LlguidanceMatcher:
         num_tokens -= num_ends
         if num_tokens:
             self._matcher.rollback(num_tokens)
-            self._num_tokens -= num_tokens
             _raise_error_of(self._matcher)
             if self._number_limit is not None:
                 self._number_limit.pop(num_tokens)
@@ -331,24 +328,19 @@ class LlguidanceMatcher:
         other = LlguidanceMatcher(
             self._matcher.deep_copy(), self._allowed, self._eos_token_ids, self._encode, limit
         )
-        other._num_tokens, other._num_ends = self._num_tokens, self._num_ends
+        other._num_ends = self._num_ends
         return other
 
     def verdict(self, text: bytes) -> str | None:
         """None: the masks enforce all of a constraint."""
         return None
 
-    @property
-    def _may_end_only(self) -> bool:
-        """Where llguidance does not tell by itself that nothing follows."""
-        limit = self._number_limit
-        return self._num_tokens == 0 or (limit is not None and limit.is_reached)
-
     def _ends_only(self) -> bool:
+        """What llguidance does not always tell by itself: of the empty answer, and of numbers."""
         mask = np.empty_like(self._allowed)
         self.fill_mask(mask)
         _clear_bits(mask, self._eos_token_ids)
-        return not mask.any() and self.is_accepting
+        return not mask.any()
 
     def _allows(self, token_id: int) -> bool:
         """What llguidance does not know of: special tokens, and the limit of numbers."""

@@ -423,3 +423,12 @@ def test_a_number_that_may_not_go_on_is_complete() -> None:
     assert matcher.copy().is_complete
     matcher.rollback(1)
     assert not matcher.is_complete
+
+
+def test_a_number_that_its_bounds_let_not_go_on_is_complete() -> None:
+    value = {"type": "number", "minimum": 100, "exclusiveMaximum": 538, "multipleOf": 2}
+    matcher = BACKEND.compile(schema(value), deadline=1).matcher()
+    for byte in (b"5", b"3", b"6"):
+        assert not matcher.is_complete
+        assert matcher.advance(token(byte))
+    assert matcher.is_complete
