@@ -22,7 +22,9 @@ from sapwood.runtime.constraints.schema_keywords import (
 
 MAX_ALTERNATIVES = 200  # of one place where combinations are multiplied out
 MAX_EXPANDED = 50_000  # schemas in all
-MAX_PROPERTIES = 1_000  # of one object; the time to compile grows with their square
+# Of one object: the time to compile grows with their square, and from 800 that may be left out on,
+# a mask can take more than its limit of work.
+MAX_PROPERTIES = 700
 MAX_LEVELS = (
     400  # through references too; llguidance is recursive, and needs 5 kB of stack for each
 )

@@ -129,7 +129,7 @@ def fake_compiler(
     *,
     make_vocabulary: Callable[[], Vocabulary] = no_vocabulary,
     max_waiting: int = 1000,
-    wait_seconds: float = 1000.0,
+    wait_seconds: float = 1e6,
     **options: int,
 ) -> tuple[ConstraintCompiler, Backends]:
     """A compiler over the backends of `NAMES`, to be closed."""
