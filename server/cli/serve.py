@@ -1,6 +1,7 @@
 """`sapwood serve`: an engine behind HTTP."""
 
 import errno
+import gc
 import logging
 import socket
 import time
@@ -163,6 +164,9 @@ def run(
             failures.append(error)
             server.should_exit = True
             raise
+        # What is loaded stays: a collection that goes through all of it halts every stream.
+        gc.collect()
+        gc.freeze()
         console.print(banner(engine.info, url_of(listener)))
         seconds, load_seconds = time.monotonic() - started, engine.info.load_seconds
         console.print(
