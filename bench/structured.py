@@ -108,7 +108,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=data, help="JSON lines of functions")
     parser.add_argument("--num-alone", type=int, default=40, help="requests that run alone")
     parser.add_argument(
-        "--num-together", type=int, default=160, help="requests, of which half run at a time"
+        "--num-together", type=int, default=96, help="requests, of which half run at a time"
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "structured.json")
     return parser.parse_args()
