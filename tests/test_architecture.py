@@ -130,7 +130,7 @@ TORCH_FREE = (
     "runtime/constraints/structural_tag.py",
     "runtime/constraints/structural_tag_lark.py",
     "runtime/constraints/token_automaton.py",
-    "runtime/constraints/token_masks.py",
+    "runtime/constraints/mask_bits.py",
     "runtime/constraints/token_table.py",
     "runtime/constraints/vocabulary.py",
     "runtime/constraints/watchdog.py",

@@ -3,8 +3,7 @@
 import json
 
 from sapwood.runtime.constraints.interface import GrammarError
-
-MAX_CHOICES = 10_000
+from sapwood.runtime.constraints.limits import MAX_CHOICES
 
 
 def read_choices(text: str) -> list[str]:

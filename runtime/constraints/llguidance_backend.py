@@ -10,13 +10,16 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sapwood.runtime.constraints import lark_text, regex_text
+from sapwood.runtime.constraints.choices import read_choices
 from sapwood.runtime.constraints.interface import Encode, GrammarError, TokenMask, Vocabulary
 from sapwood.runtime.constraints.json_schema import json_grammar, parsed_json
+from sapwood.runtime.constraints.limits import MAX_GRAMMAR_BYTES
+from sapwood.runtime.constraints.mask_bits import clear_tokens, has_token, set_tokens
 from sapwood.runtime.constraints.number_limit import NumberLimit, NumberTokens
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
 
@@ -25,9 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CHOICES = 10_000
 MAX_LIKELY_TOKENS = 4
-MAX_GRAMMAR_BYTES = 64 * 1024
 _UNSATISFIABLE = "no answer satisfies this constraint; make it less strict"
 # What llguidance's messages have in them, the keyword, and what is said instead.
 _KNOWN_ERRORS = (
@@ -110,7 +111,7 @@ class LlguidanceBackend:
         grammar, special_ids = self._grammar_of(spec)
         numbers = self._numbers if spec.kind in _JSON_KINDS else None
         allowed = self._ordinary.copy()
-        _set_bits(allowed, special_ids)
+        set_tokens(allowed, special_ids)
         return LlguidanceGrammar(
             self._warm_matcher(grammar),
             allowed,
@@ -263,15 +264,15 @@ class LlguidanceMatcher:
         """See Matcher. Microseconds for most states; at most what the limits of work allow."""
         if self._num_ends:
             mask[:] = 0
-            _set_bits(mask, self._eos_token_ids)
+            set_tokens(mask, self._eos_token_ids)
             return True
         matcher = self._matcher
         matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
         if matcher.is_error():
             _raise_error_of(matcher)
         np.bitwise_and(mask, self._allowed, out=mask)
-        if _has_bit(mask, self._eos_token_ids[0]) and not self.is_accepting:
-            _clear_bits(mask, self._eos_token_ids)  # a grammar may allow any token
+        if has_token(mask, self._eos_token_ids[0]) and not self.is_accepting:
+            clear_tokens(mask, self._eos_token_ids)  # a grammar may allow any token
         if self._number_limit is not None:
             self._number_limit.narrow(mask)
         return True
@@ -299,7 +300,7 @@ class LlguidanceMatcher:
         if not forced:
             _raise_error_of(self._matcher)
         for i, token_id in enumerate(forced):
-            if token_id in self._eos_token_ids or not _has_bit(self._allowed, token_id):
+            if token_id in self._eos_token_ids or not has_token(self._allowed, token_id):
                 return forced[:i]
         return forced
 
@@ -339,18 +340,18 @@ class LlguidanceMatcher:
         """What llguidance does not always tell by itself: of the empty answer, and of numbers."""
         mask = np.empty_like(self._allowed)
         self.fill_mask(mask)
-        _clear_bits(mask, self._eos_token_ids)
+        clear_tokens(mask, self._eos_token_ids)
         return not mask.any()
 
     def _allows(self, token_id: int) -> bool:
         """What llguidance does not know of: special tokens, and the limit of numbers."""
-        if not 0 <= token_id < 32 * len(self._allowed) or not _has_bit(self._allowed, token_id):
+        if not 0 <= token_id < 32 * len(self._allowed) or not has_token(self._allowed, token_id):
             return False
         if self._number_limit is None or not self._number_limit.is_reached:
             return True
         mask = np.empty_like(self._allowed)
         self.fill_mask(mask)
-        return _has_bit(mask, token_id)
+        return has_token(mask, token_id)
 
 
 class _TokenizerObject:
@@ -436,15 +437,7 @@ def _limits() -> "LLParserLimits":
 
 def _choice_grammar(text: str) -> str:
     """One terminal, so that the choices are one automaton."""
-    choices = parsed_json(text)
-    if not isinstance(choices, list) or not choices:
-        raise GrammarError("a choice needs a list with at least one string")
-    if not all(isinstance(choice, str) for choice in choices):
-        raise GrammarError("choices are strings; write other values as the text of the answer")
-    if len(choices) > MAX_CHOICES:
-        raise GrammarError(
-            f"{len(choices)} choices, at most {MAX_CHOICES} are taken; use a regular expression"
-        )
+    choices = read_choices(text)
     options = " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices))
     return f"start: CHOICE\nCHOICE: {options}"
 
@@ -481,22 +474,6 @@ def _mask_of_ordinary_tokens(vocabulary: Vocabulary) -> TokenMask:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _set_bits(mask: TokenMask, token_ids: Sequence[int]) -> None:
-    words: Any = mask.view(np.uint32)
-    for token_id in token_ids:
-        words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-
-
-def _clear_bits(mask: TokenMask, token_ids: Sequence[int]) -> None:
-    words: Any = mask.view(np.uint32)
-    for token_id in token_ids:
-        words[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
-
-
 def _address(mask: TokenMask) -> int:
     """Where its words begin; a quarter of the time of numpy's own way."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mask.data))
-
-
-def _has_bit(mask: TokenMask, token_id: int) -> bool:
-    return bool(int(mask[token_id >> 5]) >> (token_id & 31) & 1)

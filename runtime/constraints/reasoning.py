@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from sapwood.runtime.constraints.interface import Matcher, TokenMask, Vocabulary
-from sapwood.runtime.constraints.token_masks import has_token, mask_of
+from sapwood.runtime.constraints.mask_bits import has_token, mask_of
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.reasoning_block import (
     BlockAutomaton,

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sapwood.runtime.constraints.interface import GrammarError, TokenMask
+from sapwood.runtime.constraints.mask_bits import mask_of
 from sapwood.runtime.constraints.messages import pack, unpack
-from sapwood.runtime.constraints.token_masks import mask_of
 
 MAX_TRANSITIONS = 2**23  # 64 MiB of arrays
 ENDED = -1  # where a matcher is after an end token

@@ -21,11 +21,11 @@ from sapwood.runtime.constraints.bounded_process import Answer, BoundedProcess, 
 from sapwood.runtime.constraints.choices import read_choices
 from sapwood.runtime.constraints.compile_errors import grammar_error, kind_refused, require
 from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
+from sapwood.runtime.constraints.mask_bits import has_token, mask_of, only_token
 from sapwood.runtime.constraints.messages import pack
 from sapwood.runtime.constraints.schema_check import SchemaChecker
 from sapwood.runtime.constraints.schema_text import read_schema
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
-from sapwood.runtime.constraints.token_masks import has_token, mask_of, only_token
 from sapwood.runtime.constraints.token_table import TokenTable
 from sapwood.runtime.constraints.xgrammar_compile import tokenizer_info
 from sapwood.runtime.constraints.xgrammar_documents import (

@@ -283,8 +283,8 @@ def test_json_in_a_lark_grammar_is_checked_like_any_other() -> None:
     [
         (ConstraintKind.CHOICE, "[]", "at least one"),
         (ConstraintKind.CHOICE, '{"a": 1}', "at least one"),
-        (ConstraintKind.CHOICE, "[1]", "choices are strings"),
-        (ConstraintKind.CHOICE, json.dumps([str(i) for i in range(10_001)]), "at most 10000"),
+        (ConstraintKind.CHOICE, "[1]", "at least one string"),
+        (ConstraintKind.CHOICE, json.dumps([str(i) for i in range(10_001)]), "limit is 10000"),
         (ConstraintKind.LARK, "start: nothing", 'unknown name: "nothing"'),
         (ConstraintKind.LARK, 'answer: "a"', "name it start"),
         (ConstraintKind.LARK, "start: " + "(" * 100 + '"a"' + ")" * 100, "deeper than 64"),

@@ -5,8 +5,8 @@ import pytest
 
 from sapwood.runtime.constraints import token_automaton
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.mask_bits import has_token, mask_of, only_token
 from sapwood.runtime.constraints.token_automaton import TokenAutomaton, explore
-from sapwood.runtime.constraints.token_masks import has_token, mask_of, only_token
 
 # From 10, token 5 leads to the final 11, token 3 to 12, whence only 12 is reached.
 TRANSITIONS = {10: {5: 11, 3: 12}, 11: {}, 12: {4: 12}}

@@ -1,6 +1,7 @@
 """Masks of token ids: bit i % 32 of word i // 32 stands for token i."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,3 +29,17 @@ def only_token(mask: TokenMask) -> int | None:
 def has_token(mask: TokenMask, token_id: int) -> bool:
     """Whether a token is in a mask; False for an id outside it."""
     return 0 <= token_id < len(mask) * 32 and bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
+
+
+def set_tokens(mask: TokenMask, token_ids: Sequence[int]) -> None:
+    """Put tokens in, in place."""
+    words: Any = mask.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def clear_tokens(mask: TokenMask, token_ids: Sequence[int]) -> None:
+    """Take tokens out, in place."""
+    words: Any = mask.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
