@@ -39,6 +39,9 @@ class FakeMatcher:
     def forced_tokens(self) -> Sequence[int]:
         return ()
 
+    def likely_tokens(self) -> list[int]:
+        return []
+
     def rollback(self, num_tokens: int) -> None:
         pass
 
