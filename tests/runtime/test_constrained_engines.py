@@ -14,6 +14,7 @@ from sapwood import (
     EngineClosedError,
     EngineError,
     RequestError,
+    RequestOutput,
     SamplingParams,
 )
 from sapwood.runtime.constraints.spec import ConstraintSpec
@@ -114,8 +115,13 @@ def test_an_id_of_a_request_that_waits_for_its_constraint_is_free(
 
 def test_a_cancelled_call_leaves_nothing_behind(engine: AsyncEngine, backend: FakeBackend) -> None:
     async def body() -> None:
-        texts = ["slow 0", "slow 1", "never compiled"]
-        calls = [asyncio.create_task(engine.generate("A", held_to(text))) for text in texts]
+        def call(text: str) -> asyncio.Task[list[RequestOutput]]:
+            return asyncio.create_task(engine.generate("A", held_to(text)))
+
+        calls = [call("slow 0"), call("slow 1")]
+        # Both threads are taken before the third comes, which would be compiled at once.
+        await asyncio.to_thread(until, lambda: {"slow 0", "slow 1"} <= set(backend.started))
+        calls.append(call("never compiled"))
         await asyncio.to_thread(until, lambda: engine.constraint_stats().num_waiting == 1)
         for call in calls:
             call.cancel()
