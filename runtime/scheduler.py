@@ -486,8 +486,7 @@ class Scheduler:
         if sequence.request.max_tokens == 0:
             sequence.early_stop = Stop(FinishReason.LENGTH)
         elif sequence.matcher is not None:
-            is_complete = sequence.matcher.is_complete
-            done = Stop(FinishReason.STOP) if is_complete else None
+            done = _stop_if_complete(sequence.matcher)
             sequence.early_stop = done or self._jump_forward(sequence, sequence.matcher)
         return sequence
 
@@ -675,12 +674,20 @@ def _accepted(chunk: Chunk, sampled: SequenceOf[SampledToken]) -> SequenceOf[Sam
 def _advance_matcher(matcher: Matcher, token_id: int) -> Stop | None:
     """Tell a constraint what was drawn; whether the answer is whole, or the constraint broke."""
     try:
-        if not matcher.advance(token_id):
-            return Stop(
-                None,
-                error=f"the constraint does not allow token {token_id}, which its "
-                "mask let through; the answer cannot be trusted and is ended",
-            )
+        is_allowed = matcher.advance(token_id)
+    except Exception as error:
+        return _broken(error)
+    if is_allowed:
+        return _stop_if_complete(matcher)
+    return Stop(
+        None,
+        error=f"the constraint does not allow token {token_id}, which its mask let through; the "
+        "answer cannot be trusted and is ended",
+    )
+
+
+def _stop_if_complete(matcher: Matcher) -> Stop | None:
+    try:
         return Stop(FinishReason.STOP) if matcher.is_complete else None
     except Exception as error:
         return _broken(error)

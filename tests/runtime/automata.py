@@ -68,6 +68,7 @@ class AutomatonMatcher:
 
     @property
     def is_complete(self) -> bool:
+        self._break("is_complete")
         return self.is_accepting and not self._next(self._state())
 
     def fill_mask(self, mask: TokenMask) -> bool:

@@ -152,7 +152,7 @@ def test_log_probabilities_are_told_for_every_token() -> None:
     assert sum(len(output.logprobs) for output in told) == len(harness.answers[request_id]) == 5
 
 
-@pytest.mark.parametrize("method", ["advance", "forced_tokens", "likely_tokens"])
+@pytest.mark.parametrize("method", ["is_complete", "advance", "forced_tokens", "likely_tokens"])
 @pytest.mark.parametrize("fails_after", [0, 1, 3])
 def test_a_constraint_that_breaks_ends_its_own_answer_only(method: str, fails_after: int) -> None:
     edges = {i: {10 + i: i + 1, 50 + i: i + 1} for i in range(9)}
