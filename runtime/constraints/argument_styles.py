@@ -54,13 +54,7 @@ def python_arguments(
     Where a value's schema cannot be enforced and is not `strict`, it is any; where that of the
     whole cannot, so are the names.
     """
-    writer = _PythonWriter(schema, strict, write_value, write_rule)
-    try:
-        return writer.arguments(schema)
-    except GrammarError:
-        if strict:
-            raise
-        return writer.any_arguments()
+    return _written(_PythonWriter(schema, strict, write_value, write_rule), schema, strict)
 
 
 def qwen_xml_arguments(
@@ -71,7 +65,18 @@ def qwen_xml_arguments(
     Where a value's schema cannot be enforced and is not `strict`, it is any text; where that of the
     whole cannot, so are the names.
     """
-    writer = _XmlWriter(schema, strict, write_value, write_rule)
+    return _written(_XmlWriter(schema, strict, write_value, write_rule), schema, strict)
+
+
+class _ArgumentsWriter(Protocol):
+    def arguments(self, schema: Any) -> str:
+        """By the schema. Raises GrammarError where it cannot be enforced."""
+        ...
+
+    def any_arguments(self) -> str: ...
+
+
+def _written(writer: _ArgumentsWriter, schema: Any, strict: bool) -> str:
     try:
         return writer.arguments(schema)
     except GrammarError:
