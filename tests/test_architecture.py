@@ -108,6 +108,7 @@ TORCH_FREE = (
     "runtime/constraints/json_formats.py",
     "runtime/constraints/json_schema.py",
     "runtime/constraints/lark_text.py",
+    "runtime/constraints/likely_cuts.py",
     "runtime/constraints/limits.py",
     "runtime/constraints/llguidance_backend.py",
     "runtime/constraints/messages.py",

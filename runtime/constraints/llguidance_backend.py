@@ -8,19 +8,21 @@ masks, so that both compiling and each mask have limits of work here.
 import ctypes
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sapwood.runtime.constraints import lark_text, regex_text
 from sapwood.runtime.constraints.choices import read_choices
-from sapwood.runtime.constraints.interface import Encode, GrammarError, TokenMask, Vocabulary
+from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
 from sapwood.runtime.constraints.json_schema import json_grammar, parsed_json
+from sapwood.runtime.constraints.likely_cuts import LikelyCuts
 from sapwood.runtime.constraints.limits import MAX_GRAMMAR_BYTES
 from sapwood.runtime.constraints.mask_bits import clear_tokens, has_token, set_tokens
 from sapwood.runtime.constraints.number_limit import NumberLimit, NumberTokens
+from sapwood.runtime.constraints.rehearsal import Rehearsal
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LIKELY_TOKENS = 4
+MAX_LEXER_STATES = 50_000  # of all answers of a grammar
+_LEXER_IS_WORN = "too many states"
 _UNSATISFIABLE = "no answer satisfies this constraint; make it less strict"
 # What llguidance's messages have in them, the keyword, and what is said instead.
 _KNOWN_ERRORS = (
@@ -96,6 +100,8 @@ class LlguidanceBackend:
         }
         self._ordinary = _mask_of_ordinary_tokens(vocabulary)
         self._numbers = NumberTokens(vocabulary)
+        self._cuts = LikelyCuts(self._text_tokens, vocabulary.token_bytes)
+        self._rehearsal = Rehearsal(vocabulary)
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> "LlguidanceGrammar":
         """Raises GrammarError for what is not enforced exactly, and for what is too much work.
@@ -112,14 +118,16 @@ class LlguidanceBackend:
         numbers = self._numbers if spec.kind in _JSON_KINDS else None
         allowed = self._ordinary.copy()
         set_tokens(allowed, special_ids)
-        return LlguidanceGrammar(
-            self._warm_matcher(grammar),
+        compiled = LlguidanceGrammar(
+            partial(self._warm_matcher, grammar),
             allowed,
             self._vocabulary.eos_token_ids,
-            self._text_tokens,
+            self._cuts,
             numbers,
             num_chars=len(grammar),
         )
+        self._rehearsal.run(compiled.matcher())
+        return compiled
 
     def close(self) -> None:
         """Nothing runs for it."""
@@ -197,54 +205,64 @@ class LlguidanceBackend:
 
 
 class LlguidanceGrammar:
-    """A warm matcher, of which each answer gets a copy. Thread-safe."""
+    """A warm matcher, of which each answer gets a copy. Thread-safe.
+
+    All copies share one lexer, whose states are made as answers need them, up to a limit. A grammar
+    that is used for long may come to it; then it gets a new matcher, as do the answers under way.
+    """
 
     def __init__(
         self,
-        matcher: "LLMatcher",
+        warm_matcher: Callable[[], "LLMatcher"],
         allowed: TokenMask,
         eos_token_ids: tuple[int, ...],
-        encode: Encode,
+        cuts: LikelyCuts,
         numbers: NumberTokens | None,
         *,
         num_chars: int,
     ) -> None:
-        self._matcher = matcher
-        self._allowed = allowed
-        self._eos_token_ids = eos_token_ids
-        self._encode = encode
+        """`warm_matcher` makes a new one. Raises GrammarError."""
+        self._warm_matcher = warm_matcher
+        self._matcher = warm_matcher()
         self._numbers = numbers
         self._num_chars = num_chars
+        self.allowed = allowed
+        self.eos_token_ids = eos_token_ids
+        self.cuts = cuts
 
     @property
     def num_bytes(self) -> int:
         """An estimate: llguidance does not tell. Most of a small one are the lexer's states."""
-        return 100_000 + 50 * self._num_chars + self._allowed.nbytes
+        return 100_000 + 50 * self._num_chars + self.allowed.nbytes
 
     def matcher(self) -> "LlguidanceMatcher":
         limit = NumberLimit(self._numbers) if self._numbers is not None else None
-        return LlguidanceMatcher(
-            self._matcher.deep_copy(), self._allowed, self._eos_token_ids, self._encode, limit
-        )
+        return LlguidanceMatcher(self, self._matcher, limit)
+
+    def renewed(self, worn: "LLMatcher") -> "LLMatcher":
+        """A matcher at the start of an answer that shares nothing with `worn`. Milliseconds once
+        for all that share it. Raises GrammarError."""
+        if self._matcher is worn:
+            self._matcher = self._warm_matcher()
+        return self._matcher
 
 
 class LlguidanceMatcher:
     """One answer's parser. The end token, of which llguidance keeps no count, is counted here."""
 
     def __init__(
-        self,
-        matcher: "LLMatcher",
-        allowed: TokenMask,
-        eos_token_ids: tuple[int, ...],
-        encode: Encode,
-        number_limit: NumberLimit | None,
+        self, grammar: LlguidanceGrammar, origin: "LLMatcher", number_limit: NumberLimit | None
     ) -> None:
-        self._matcher = matcher
-        self._allowed = allowed
-        self._eos_token_ids = eos_token_ids
-        self._encode = encode
+        """`origin` is the grammar's, at the start of an answer."""
+        self._grammar = grammar
+        self._origin = origin
+        self._matcher = origin.deep_copy()
+        self._allowed = grammar.allowed
+        self._eos_token_ids = grammar.eos_token_ids
         self._number_limit = number_limit
+        self._token_ids: list[int] = []  # without end tokens
         self._num_ends = 0
+        self._tried: tuple[bytes, int] | None = None  # a text and its first likely token
 
     @property
     def is_complete(self) -> bool:
@@ -269,6 +287,8 @@ class LlguidanceMatcher:
         matcher = self._matcher
         matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
         if matcher.is_error():
+            matcher = self._renewed()
+            matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
             _raise_error_of(matcher)
         np.bitwise_and(mask, self._allowed, out=mask)
         if has_token(mask, self._eos_token_ids[0]) and not self.is_accepting:
@@ -284,11 +304,10 @@ class LlguidanceMatcher:
             return accepted
         if self._num_ends or not self._allows(token_id):
             return False
-        matcher = self._matcher
-        if matcher.try_consume_tokens([token_id]) == 0:
-            if matcher.is_error():
-                _raise_error_of(matcher)
+        if not self._consume(token_id):
             return False
+        self._token_ids.append(token_id)
+        self._learn(token_id)
         if self._number_limit is not None:
             self._number_limit.push(token_id)
         return True
@@ -311,14 +330,19 @@ class LlguidanceMatcher:
         text = self._matcher.compute_ff_bytes()
         if not text:
             return ()
-        likely = list(self._encode(text.decode(errors="ignore")))[:MAX_LIKELY_TOKENS]
-        return likely[: self._matcher.validate_tokens(likely)]
+        likely = self._grammar.cuts.of(text)[:MAX_LIKELY_TOKENS]
+        likely = likely[: self._matcher.validate_tokens(likely)]
+        if likely:
+            self._tried = text, likely[0]
+        return likely
 
     def rollback(self, num_tokens: int) -> None:
         num_ends = min(self._num_ends, num_tokens)
         self._num_ends -= num_ends
         num_tokens -= num_ends
         if num_tokens:
+            del self._token_ids[len(self._token_ids) - num_tokens :]
+            self._tried = None
             self._matcher.rollback(num_tokens)
             _raise_error_of(self._matcher)
             if self._number_limit is not None:
@@ -326,15 +350,44 @@ class LlguidanceMatcher:
 
     def copy(self) -> "LlguidanceMatcher":
         limit = self._number_limit.copy() if self._number_limit is not None else None
-        other = LlguidanceMatcher(
-            self._matcher.deep_copy(), self._allowed, self._eos_token_ids, self._encode, limit
-        )
+        other = LlguidanceMatcher(self._grammar, self._origin, limit)
+        other._matcher = self._matcher.deep_copy()
+        other._token_ids = self._token_ids.copy()
         other._num_ends = self._num_ends
         return other
 
     def verdict(self, text: bytes) -> str | None:
         """None: the masks enforce all of a constraint."""
         return None
+
+    def _consume(self, token_id: int) -> bool:
+        matcher = self._matcher
+        if matcher.try_consume_tokens([token_id]):
+            return True
+        if not matcher.is_error() and not matcher.is_stopped():
+            matcher.compute_bitmask()  # only a mask tells whether the lexer is at fault
+        if not matcher.is_error():
+            return False
+        taken = self._renewed().try_consume_tokens([token_id])
+        _raise_error_of(self._matcher)
+        return bool(taken)
+
+    def _renewed(self) -> "LLMatcher":
+        """A new matcher in the place of one in the error state, where the lexer has no more states,
+        most of which other answers made. Raises GrammarError for other errors."""
+        if _LEXER_IS_WORN not in self._matcher.get_error():
+            _raise_error_of(self._matcher)
+        self._origin = self._grammar.renewed(self._origin)
+        self._matcher = self._origin.deep_copy()
+        self._matcher.try_consume_tokens(self._token_ids)
+        _raise_error_of(self._matcher)
+        return self._matcher
+
+    def _learn(self, token_id: int) -> None:
+        """Whether a text was begun with the token that was likely, and if not, with which."""
+        tried, self._tried = self._tried, None
+        if tried is not None and token_id != tried[1]:
+            self._grammar.cuts.learn(tried[0], token_id)
 
     def _ends_only(self) -> bool:
         """What llguidance does not always tell by itself: of the empty answer, and of numbers."""
@@ -429,7 +482,7 @@ def _limits() -> "LLParserLimits":
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=20_000,
-        max_lexer_states=50_000,
+        max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=200_000,
         verbose_errors=False,
     )

@@ -26,6 +26,15 @@ def only_token(mask: TokenMask) -> int | None:
     return None if word & (word - 1) else int(words[0]) * 32 + word.bit_length() - 1
 
 
+def first_token(mask: TokenMask) -> int:
+    """The smallest id in a mask; -1 if there is none."""
+    words = np.flatnonzero(mask)
+    if not len(words):
+        return -1
+    word = int(mask[words[0]]) & 0xFFFFFFFF
+    return int(words[0]) * 32 + (word & -word).bit_length() - 1
+
+
 def has_token(mask: TokenMask, token_id: int) -> bool:
     """Whether a token is in a mask; False for an id outside it."""
     return 0 <= token_id < len(mask) * 32 and bool(int(mask[token_id // 32]) >> token_id % 32 & 1)

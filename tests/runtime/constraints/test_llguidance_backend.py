@@ -1,15 +1,20 @@
 """The default backend: what masks have in them, what is forced, what is refused."""
 
 import json
+import random
 import threading
 
 import numpy as np
 import pytest
 
+from sapwood.runtime.constraints import likely_cuts, llguidance_backend, rehearsal
 from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
+from sapwood.runtime.constraints.likely_cuts import LikelyCuts
 from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend
 from sapwood.runtime.constraints.number_limit import MAX_NUMBER_BYTES
+from sapwood.runtime.constraints.rehearsal import Rehearsal
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
+from tests.runtime.automata import Automaton, AutomatonMatcher
 from tests.runtime.constraints.byte_backend import (
     LONGER,
     accepts,
@@ -432,3 +437,78 @@ def test_a_number_that_its_bounds_let_not_go_on_is_complete() -> None:
         assert not matcher.is_complete
         assert matcher.advance(token(byte))
     assert matcher.is_complete
+
+
+# ---- the lexer that answers share
+
+
+def test_answers_go_on_when_the_states_of_their_lexer_are_used_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 400)
+    grammar = compiled(LlguidanceBackend(VOCABULARY), "(a|b)*a(a|b){20}")
+    rng, waiting = random.Random(1), grammar.matcher()
+    origin = grammar._matcher
+    for _ in range(50):
+        matcher = grammar.matcher()
+        for _ in range(40):
+            assert {token(b"a"), token(b"b")} <= set(allowed(matcher, SIZE))
+            assert matcher.advance(token(rng.choice((b"a", b"b"))))
+    assert grammar._matcher is not origin
+    for text in (b"a", b"b") * 20:
+        assert waiting.advance(token(text))
+    waiting.rollback(30)
+    assert waiting.copy().advance(token(b"a"))
+
+
+# ---- drafts
+
+
+def test_a_likely_text_is_cut_as_the_model_cut_it_the_last_time() -> None:
+    backend = LlguidanceBackend(VOCABULARY)
+    grammar = backend.compile(schema(PERSON, whitespace=Whitespace.COMPACT), deadline=5.0)
+    cuts = []
+    for _ in range(2):
+        matcher = grammar.matcher()
+        for token_id in matcher.forced_tokens():
+            assert matcher.advance(token_id)
+        cuts.append([VOCABULARY.token_bytes[i] for i in matcher.likely_tokens()])
+        assert matcher.advance(token(b'":'))
+    assert cuts == [[b'":"'], [b'":', b'"']]
+
+
+def test_cuts_are_learned_of_texts_that_begin_with_the_token_and_some_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(likely_cuts, "MAX_TEXTS", 2)
+    cuts = LikelyCuts(VOCABULARY.encode, VOCABULARY.token_bytes)
+    cuts.learn(b"foo", token(b"ba"))
+    assert cuts.of(b"foo") == [token(b"foo")]
+    for text in (b"foo", b"bar", b"name"):
+        cuts.learn(text, token(text[:1]))
+    assert cuts.of(b"foo") == [token(b"foo")]
+    assert cuts.of(b"bar") == [token(b"b"), token(b"a"), token(b"r")]
+    cuts.learn(b"bar", token(b"bar"))
+    assert cuts.of(b"bar") == [token(b"bar")]
+
+
+# ---- the rehearsal
+
+
+@pytest.mark.parametrize(
+    "text", ["[^\\x00-\\xff]{3}", "a{3}b?", "[0-9]+", "(foo|bar){2,}", "(?s).*", "日本|é"]
+)
+def test_a_rehearsal_takes_only_what_is_allowed_and_ends(text: str) -> None:
+    matcher = compiled(BACKEND, text).matcher()
+    advance, taken = matcher.advance, []
+    matcher.advance = lambda token_id: taken.append((token_id, advance(token_id))) or taken[-1][1]
+    Rehearsal(VOCABULARY).run(matcher)
+    assert 0 < len(taken) <= rehearsal.MAX_TOKENS
+    assert all(allowed for _, allowed in taken)
+
+
+@pytest.mark.parametrize("method", ["is_complete", "forced_tokens", "fill_mask", "advance"])
+def test_a_grammar_that_breaks_in_its_rehearsal_breaks_nothing_else(method: str) -> None:
+    matcher = AutomatonMatcher(Automaton({0: {1: 1, 2: 1}}, frozenset({1})), fails_at=method)
+    Rehearsal(VOCABULARY).run(matcher)
+    assert matcher.tokens == []
