@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import Self
 
 from sapwood.runtime.chat import Chat, Message
-from sapwood.runtime.engine_base import EngineBase, Sampling
+from sapwood.runtime.engine_base import EngineBase, Hinting, Sampling
 from sapwood.runtime.errors import EngineClosedError, EngineError
+from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input
 from sapwood.runtime.request import Request, SequenceOutput
@@ -64,13 +65,14 @@ class AsyncEngine(EngineBase[_Inbox]):
         sampling: Sampling = None,
         *,
         request_ids: Sequence[str] | None = None,
+        hints: Hinting = None,
     ) -> list[RequestOutput]:
         """Answer one input or a list of them, as `Engine.generate`.
 
         Cancelling the call ends its requests. Raises RequestError before anything runs,
         EngineError if the engine fails.
         """
-        requests = await asyncio.to_thread(self._requests, inputs, sampling, request_ids)
+        requests = await asyncio.to_thread(self._requests, inputs, sampling, request_ids, hints)
         requests = await self._constrained(requests)
         builders = {request.request_id: self._builder(request) for request in requests}
         inbox = _Inbox()
@@ -93,13 +95,15 @@ class AsyncEngine(EngineBase[_Inbox]):
         sampling: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        hints: Hints | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one input piece by piece; each output has what is new only.
 
         Closing the iterator, or cancelling who reads it, ends the request.
         """
         ids = None if request_id is None else [request_id]
-        async with aclosing(self.stream_all([input], sampling, request_ids=ids)) as pieces:
+        pieces = self.stream_all([input], sampling, request_ids=ids, hints=hints)
+        async with aclosing(pieces):
             async for _, output in pieces:
                 yield output
 
@@ -109,13 +113,16 @@ class AsyncEngine(EngineBase[_Inbox]):
         sampling: Sampling = None,
         *,
         request_ids: Sequence[str] | None = None,
+        hints: Hinting = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Answer a list of inputs piece by piece; each piece comes with its input's index.
 
         All inputs are checked before any is submitted, and they are submitted together. Closing
         the iterator ends what is unfinished.
         """
-        requests = await asyncio.to_thread(self._requests, list(inputs), sampling, request_ids)
+        requests = await asyncio.to_thread(
+            self._requests, list(inputs), sampling, request_ids, hints
+        )
         requests = await self._constrained(self._streamable(requests))
         builders = {
             request.request_id: (index, self._builder(request))

@@ -6,8 +6,9 @@ from types import TracebackType
 from typing import Self
 
 from sapwood.runtime.chat import Chat, Message
-from sapwood.runtime.engine_base import EngineBase, Sampling
+from sapwood.runtime.engine_base import EngineBase, Hinting, Sampling
 from sapwood.runtime.errors import EngineClosedError, EngineError
+from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input
 from sapwood.runtime.request import Request, SequenceOutput
@@ -38,15 +39,20 @@ class Engine(EngineBase[_Inbox]):
         self.close()
 
     def generate(
-        self, inputs: Input | Sequence[Input], sampling: Sampling = None
+        self,
+        inputs: Input | Sequence[Input],
+        sampling: Sampling = None,
+        *,
+        hints: Hinting = None,
     ) -> list[RequestOutput]:
         """Answer one input or a list of them, in their order; one input gives a list of one.
 
         An input is a string, a list of token ids, a list of chat messages or a `Chat`. `sampling`
-        holds for all of them, or is a list with one for each. Raises RequestError before anything
-        runs, EngineError if the engine fails.
+        holds for all of them, or is a list with one for each; so do `hints`, which change when
+        something runs and what is kept, never an answer. Raises RequestError before anything runs,
+        EngineError if the engine fails.
         """
-        requests = self._constrained(self._requests(inputs, sampling))
+        requests = self._constrained(self._requests(inputs, sampling, hints=hints))
         builders = {request.request_id: self._builder(request) for request in requests}
         inbox: _Inbox = SimpleQueue()
         unfinished = set(builders)
@@ -63,13 +69,18 @@ class Engine(EngineBase[_Inbox]):
         return [self._whole(request, builders[request.request_id]) for request in requests]
 
     def stream(
-        self, input: Input, sampling: SamplingParams | None = None
+        self,
+        input: Input,
+        sampling: SamplingParams | None = None,
+        *,
+        hints: Hints | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one input piece by piece; each output has what is new only.
 
         Leaving the loop early ends the request. Raises like `generate`.
         """
-        [request] = self._constrained(self._streamable(self._requests([input], sampling)))
+        requests = self._streamable(self._requests([input], sampling, hints=hints))
+        [request] = self._constrained(requests)
         return self._pieces(request)
 
     def _constrained(self, requests: list[Request]) -> list[Request]:

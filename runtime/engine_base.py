@@ -19,6 +19,7 @@ from sapwood.runtime.constraints.interface import Matcher
 from sapwood.runtime.core import EngineStats
 from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
+from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.processing import Input, is_single
 from sapwood.runtime.reasoning import ReasoningFormat
@@ -28,6 +29,7 @@ from sapwood.runtime.tokenizer import Tokenizer
 
 InboxT = TypeVar("InboxT")
 Sampling = SamplingParams | Sequence[SamplingParams] | None
+Hinting = Hints | Sequence[Hints] | None
 
 
 class EngineBase(Generic[InboxT]):
@@ -85,6 +87,7 @@ class EngineBase(Generic[InboxT]):
         inputs: Input | Sequence[Input],
         sampling: Sampling,
         request_ids: Sequence[str] | None = None,
+        hints: Hinting = None,
     ) -> list[Request]:
         """Checked requests for one input or many. Raises before anything is submitted."""
         if not isinstance(inputs, Sequence | np.ndarray | Chat):
@@ -96,8 +99,10 @@ class EngineBase(Generic[InboxT]):
         prompts: list[Any] = [inputs] if alone else list(inputs)  # type: ignore[arg-type]
         if not isinstance(sampling, Sequence):
             sampling = [sampling] * len(prompts)  # type: ignore[list-item]
+        if not isinstance(hints, Sequence):
+            hints = [hints] * len(prompts)  # type: ignore[list-item]
         ids: Sequence[str | None] = [None] * len(prompts) if request_ids is None else request_ids
-        for name, given in (("sampling", sampling), ("request_ids", ids)):
+        for name, given in (("sampling", sampling), ("request_ids", ids), ("hints", hints)):
             if len(given) != len(prompts):
                 raise RequestError(
                     f"{len(prompts)} inputs and {len(given)} {name}; give one for each input",
@@ -105,8 +110,8 @@ class EngineBase(Generic[InboxT]):
                 )
         now = self._clock()
         requests = [
-            self._inputs.process(prompt, params, caller_id=caller_id, now=now)
-            for prompt, params, caller_id in zip(prompts, sampling, ids, strict=True)
+            self._inputs.process(prompt, params, caller_id=caller_id, now=now, hints=told)
+            for prompt, params, caller_id, told in zip(prompts, sampling, ids, hints, strict=True)
         ]
         for request in requests:
             self._prepare_reasoning(request)

@@ -58,9 +58,6 @@ class Hints:
             raise _wrong("idle_seconds says when more follows; set more_follows too")
 
 
-NO_HINTS = Hints()
-
-
 def _check_count(name: str, value: object, *, low: int) -> None:
     if value is None:
         return
@@ -71,3 +68,6 @@ def _check_count(name: str, value: object, *, low: int) -> None:
 
 def _wrong(what: str) -> RequestError:
     return RequestError(f"hints: {what}", param="hints")
+
+
+NO_HINTS = Hints()

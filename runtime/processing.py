@@ -19,6 +19,7 @@ from sapwood.runtime.chat import Chat, ChatOptions, Message
 from sapwood.runtime.chat_encoder import ChatEncoder, EncodedChat
 from sapwood.runtime.chat_template import RenderedChat
 from sapwood.runtime.errors import ContextLengthError, RequestError
+from sapwood.runtime.hints import NO_HINTS, Hints
 from sapwood.runtime.outputs import CompletionOutput
 from sapwood.runtime.reasoning import ReasoningFormat, reasoning_start, reasoning_tags
 from sapwood.runtime.reasoning_block import ReasoningTags
@@ -76,6 +77,7 @@ class InputProcessor:
         *,
         caller_id: str | None,
         now: float,
+        hints: Hints | None = None,
     ) -> Request:
         """A request for the core. Raises RequestError; cost: that of tokenising."""
         sampling = sampling if sampling is not None else SamplingParams()
@@ -83,6 +85,8 @@ class InputProcessor:
             raise RequestError(
                 f"sampling must be SamplingParams, not {type(sampling).__name__}", param="sampling"
             )
+        if not isinstance(hints, Hints | None):
+            raise RequestError(f"hints must be a Hints, not {type(hints).__name__}", param="hints")
         tools = tool_use(_options_of(prompt), self._tokenizer.tool_format)
         if tools is not None and sampling.max_tokens != 0:
             sampling = replace(sampling, constraint=tools.constraint(sampling.constraint))
@@ -121,6 +125,7 @@ class InputProcessor:
             chat=None if chat is None or _is_open(prompt) else chat.prompt,
             answer_format=answer_format,
             visible_tokens=self._visible_tokens(answer_format),
+            hints=NO_HINTS if hints is None else hints,
         )
 
     def remember(self, request: Request, answer: CompletionOutput) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sapwood.radix import Lease, Namespace
 from sapwood.runtime.answer_format import AnswerFormat
 from sapwood.runtime.constraints.interface import Matcher
+from sapwood.runtime.hints import NO_HINTS, Hints
 from sapwood.runtime.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.scoring import PromptScores, SequenceScores, TokenScores
@@ -44,6 +45,7 @@ class Request:
     chat: ChatPrompt | None = None  # of a conversation: what its next turn will need
     matcher: Matcher | None = None  # at the start of the answer; copied for each
     answer_format: AnswerFormat | None = None  # how the text is read
+    hints: Hints = NO_HINTS  # of its program's future; they change no answer
     # Special tokens that are part of the text all the same, with their bytes.
     visible_tokens: Mapping[int, bytes] = field(default_factory=dict)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sapwood.runtime.errors import RequestError as RequestError
     from sapwood.runtime.errors import SapwoodError as SapwoodError
     from sapwood.runtime.errors import UnsupportedModelError as UnsupportedModelError
+    from sapwood.runtime.hints import Hints as Hints
     from sapwood.runtime.outputs import CompletionOutput as CompletionOutput
     from sapwood.runtime.outputs import FinishReason as FinishReason
     from sapwood.runtime.outputs import Logprob as Logprob
@@ -56,6 +57,7 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "EngineClosedError": "sapwood.runtime.errors",
         "EngineError": "sapwood.runtime.errors",
         "FinishReason": "sapwood.runtime.outputs",
+        "Hints": "sapwood.runtime.hints",
         "Logprob": "sapwood.runtime.outputs",
         "ModelAccessError": "sapwood.runtime.errors",
         "ModelError": "sapwood.runtime.errors",

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sapwood.runtime.chat import Chat
+from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.turns import PrefixReport
@@ -51,6 +52,7 @@ class ServingEngine(Protocol):
         sampling: Sequence[SamplingParams],
         *,
         request_ids: Sequence[str],
+        hints: Hints | Sequence[Hints] | None = None,
     ) -> list[RequestOutput]: ...
     def stream_all(
         self,
@@ -58,6 +60,7 @@ class ServingEngine(Protocol):
         sampling: Sequence[SamplingParams],
         *,
         request_ids: Sequence[str],
+        hints: Hints | Sequence[Hints] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]: ...
     async def explain_prefix(self, chat: Chat) -> PrefixReport: ...
     async def flush_cache(self) -> None: ...

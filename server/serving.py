@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 import sapwood
 from sapwood.runtime.errors import SapwoodError
+from sapwood.runtime.hints import NO_HINTS, Hints
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import read_json
@@ -31,13 +32,15 @@ Model = TypeVar("Model", bound=BaseModel)
 class Work:
     """What one HTTP request asks of the engine: the three sequences have an entry per prompt.
 
-    `names` are the caller's words for ours, for errors.
+    `names` are the caller's words for ours, for errors. `hints` hold for all prompts, or are one
+    for each.
     """
 
     prompts: Sequence[Input]
     sampling: Sequence[SamplingParams]
     request_ids: Sequence[str]
     names: Mapping[str, str] = field(default_factory=dict)
+    hints: Hints | Sequence[Hints] = NO_HINTS
 
 
 @dataclass(slots=True)
@@ -158,7 +161,9 @@ class Serving:
 
     async def answer(self, request: Request, work: Work) -> list[RequestOutput]:
         """Whole answers, in the order of the prompts. Raises ClientLeft, ApiError, SapwoodError."""
-        answers = self.engine.generate(work.prompts, work.sampling, request_ids=work.request_ids)
+        answers = self.engine.generate(
+            work.prompts, work.sampling, request_ids=work.request_ids, hints=work.hints
+        )
         with in_callers_words(work.names):
             outputs = await unless_left(request.receive, answers)
         for output in outputs:
@@ -173,7 +178,9 @@ class Serving:
         prompts = _PromptLogprobs()
         num_tokens = [0] * len(work.prompts)
         num_answers = [sampling.n for sampling in work.sampling]
-        pieces = self.engine.stream_all(work.prompts, work.sampling, request_ids=work.request_ids)
+        pieces = self.engine.stream_all(
+            work.prompts, work.sampling, request_ids=work.request_ids, hints=work.hints
+        )
         with in_callers_words(work.names):
             async with aclosing(pieces):
                 async for index, output in pieces:

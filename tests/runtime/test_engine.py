@@ -18,6 +18,7 @@ from sapwood import (
     EngineClosedError,
     EngineError,
     FinishReason,
+    Hints,
     RequestError,
     SamplingParams,
 )
@@ -68,6 +69,26 @@ def test_outputs_come_in_the_order_of_the_inputs(engine: Engine) -> None:
     decoded = [engine.tokenizer.decode(output.prompt_token_ids) for output in outputs]
     assert decoded == prompts
     assert engine.generate([], GREEDY) == []
+
+
+def test_hints_reach_the_requests_for_all_inputs_or_one_each(engine: Engine) -> None:
+    alike = Hints(program_id="p", more_follows=True)
+    assert [r.hints for r in engine._requests(["a", "b"], GREEDY, hints=alike)] == [alike, alike]
+    each = [alike, Hints(output_tokens=3)]
+    assert [r.hints for r in engine._requests(["a", "b"], GREEDY, hints=each)] == each
+    assert engine._requests("a", GREEDY)[0].hints == Hints()
+
+
+def test_hints_change_no_answer_and_wrong_ones_are_refused(engine: Engine) -> None:
+    [plain] = engine.generate("The quick", GREEDY)
+    [hinted] = engine.generate("The quick", GREEDY, hints=Hints(output_tokens=1))
+    [*pieces] = engine.stream("The quick", GREEDY, hints=Hints(fork_size=2))
+    streamed = [token for piece in pieces for token in piece.outputs[0].token_ids]
+    assert list(hinted.outputs[0].token_ids) == list(plain.outputs[0].token_ids) == streamed
+    with pytest.raises(RequestError, match="2 inputs and 1 hints"):
+        engine.generate(["a", "b"], GREEDY, hints=[Hints()])
+    with pytest.raises(RequestError, match="must be a Hints, not dict"):
+        engine.generate("a", GREEDY, hints={"more_follows": True})  # type: ignore[arg-type]
 
 
 def test_each_input_may_have_sampling_of_its_own(engine: Engine) -> None:

@@ -16,6 +16,7 @@ from sapwood.runtime.answer_format import AnswerParts, AnswerReader, ToolCallPie
 from sapwood.runtime.chat import Chat
 from sapwood.runtime.constraints.compiler import CompilerStats
 from sapwood.runtime.errors import ContextLengthError, RequestError
+from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import (
     CompletionOutput,
     FinishReason,
@@ -124,6 +125,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.inputs: list[Any] = []
         self.sampling: list[SamplingParams] = []
+        self.hints: list[Hints] = []  # of every prompt
         self.num_flushes = 0
         self.closed = False
         self._seen: set[bytes] = set()
@@ -153,7 +155,9 @@ class FakeEngine:
         sampling: Sequence[SamplingParams],
         *,
         request_ids: Sequence[str],
+        hints: Hints | Sequence[Hints] | None = None,
     ) -> list[RequestOutput]:
+        self._take_hints(hints, len(inputs))
         prompts = [self._prompt(prompt) for prompt in inputs]
         runs = zip(prompts, sampling, request_ids, map(self._answer_to, inputs), strict=True)
         tasks = [asyncio.ensure_future(self._whole(*run)) for run in runs]
@@ -170,7 +174,9 @@ class FakeEngine:
         sampling: Sequence[SamplingParams],
         *,
         request_ids: Sequence[str],
+        hints: Hints | Sequence[Hints] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        self._take_hints(hints, len(inputs))
         prompts = [self._prompt(prompt) for prompt in inputs]
         runs = zip(prompts, sampling, request_ids, map(self._answer_to, inputs), strict=True)
         async with aclosing(merged([self._run(*run) for run in runs])) as pieces:
@@ -188,6 +194,11 @@ class FakeEngine:
 
     def close(self) -> None:
         self.closed = True
+
+    def _take_hints(self, hints: Hints | Sequence[Hints] | None, num_inputs: int) -> None:
+        told = hints if isinstance(hints, Sequence) else [hints or Hints()] * num_inputs
+        assert len(told) == num_inputs, "hints are for all prompts, or one for each"
+        self.hints += told
 
     def _answer_to(self, given: Any) -> Canned:
         choice = given.options.choice if isinstance(given, Chat) else ToolChoice(ToolMode.NONE)
