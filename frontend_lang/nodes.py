@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from sapwood.frontend_lang.choices import ChoicesMethod
     from sapwood.frontend_lang.options import Options
+    from sapwood.runtime.constraints.spec import ConstraintSpec
 
 T = TypeVar("T")
 
@@ -46,10 +47,14 @@ class Concat(Node):
 
 @dataclass(frozen=True, slots=True)
 class Gen(Node, Generic[T]):
-    """Text that the model gives, kept as variable `name`. T: what `state.get` makes of it."""
+    """Text that the model gives, kept as variable `name`. T: what `state.get` makes of it.
+
+    `constraint` is what `options` say the text must be, made once, where the node is.
+    """
 
     name: str | None
     options: Options
+    constraint: ConstraintSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

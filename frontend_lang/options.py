@@ -11,10 +11,9 @@ from typing import Any, Literal, TypedDict, cast
 DType = type[int] | type[float] | type[str] | type[bool] | Literal["int", "float", "str", "bool"]
 
 
-class Options(TypedDict, total=False):
-    """Options of one answer. `None` says the same as leaving an option out."""
+class FurtherOptions(TypedDict, total=False):
+    """The options that a signature does not name on its own."""
 
-    max_tokens: int | None
     min_tokens: int | None
     n: int | None
     stop: str | Sequence[str] | None
@@ -34,12 +33,18 @@ class Options(TypedDict, total=False):
     logprob_start_len: int | None
     top_logprobs_num: int | None
     return_text_in_logprobs: bool | None
-    dtype: DType | None
     regex: str | None
     json_schema: str | Mapping[str, Any] | None
     grammar: str | None  # Lark or EBNF, told apart by its text
-    output_type: Any  # whatever outlines understands
     output_tokens: int | None  # a guess how long the answer will be: a hint, not a limit
+
+
+class Options(FurtherOptions, total=False):
+    """Options of one answer. `None` says the same as leaving an option out."""
+
+    max_tokens: int | None
+    dtype: DType | None
+    output_type: Any  # whatever outlines understands
 
 
 OPTION_NAMES = frozenset(Options.__annotations__)

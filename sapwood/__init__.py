@@ -5,6 +5,14 @@
     with Engine("smollm2") as engine:
         [output] = engine.generate("The capital of France is", SamplingParams(max_tokens=8))
 
+and its frontend language, for programs that fork, share and constrain:
+
+    import sapwood as sgl
+
+    @sgl.function
+    def ask(s, question):
+        s += sgl.user(question) + sgl.assistant(sgl.gen("answer", max_tokens=32))
+
 The names below are loaded on first use: `import sapwood` itself imports no torch.
 """
 
@@ -14,6 +22,34 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sapwood.frontend_lang.errors import ProgramError as ProgramError
+    from sapwood.frontend_lang.errors import ProgramTimeoutError as ProgramTimeoutError
+    from sapwood.frontend_lang.errors import ProgramUsageError as ProgramUsageError
+    from sapwood.frontend_lang.errors import UnknownVariableError as UnknownVariableError
+    from sapwood.frontend_lang.forks import ForkGroup as ForkGroup
+    from sapwood.frontend_lang.primitives import assistant as assistant
+    from sapwood.frontend_lang.primitives import assistant_begin as assistant_begin
+    from sapwood.frontend_lang.primitives import assistant_end as assistant_end
+    from sapwood.frontend_lang.primitives import flush_cache as flush_cache
+    from sapwood.frontend_lang.primitives import function as function
+    from sapwood.frontend_lang.primitives import gen as gen
+    from sapwood.frontend_lang.primitives import gen_int as gen_int
+    from sapwood.frontend_lang.primitives import gen_string as gen_string
+    from sapwood.frontend_lang.primitives import get_server_info as get_server_info
+    from sapwood.frontend_lang.primitives import image as image
+    from sapwood.frontend_lang.primitives import pause as pause
+    from sapwood.frontend_lang.primitives import select as select
+    from sapwood.frontend_lang.primitives import separate_reasoning as separate_reasoning
+    from sapwood.frontend_lang.primitives import set_default_backend as set_default_backend
+    from sapwood.frontend_lang.primitives import system as system
+    from sapwood.frontend_lang.primitives import system_begin as system_begin
+    from sapwood.frontend_lang.primitives import system_end as system_end
+    from sapwood.frontend_lang.primitives import user as user
+    from sapwood.frontend_lang.primitives import user_begin as user_begin
+    from sapwood.frontend_lang.primitives import user_end as user_end
+    from sapwood.frontend_lang.primitives import video as video
+    from sapwood.frontend_lang.program import Program as Program
+    from sapwood.frontend_lang.state import ProgramState as ProgramState
     from sapwood.runtime.async_engine import AsyncEngine as AsyncEngine
     from sapwood.runtime.chat import Chat as Chat
     from sapwood.runtime.chat import ChatOptions as ChatOptions
@@ -57,20 +93,48 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "EngineClosedError": "sapwood.runtime.errors",
         "EngineError": "sapwood.runtime.errors",
         "FinishReason": "sapwood.runtime.outputs",
+        "ForkGroup": "sapwood.frontend_lang.forks",
         "Hints": "sapwood.runtime.hints",
         "Logprob": "sapwood.runtime.outputs",
         "ModelAccessError": "sapwood.runtime.errors",
         "ModelError": "sapwood.runtime.errors",
         "ModelNotFoundError": "sapwood.runtime.errors",
+        "Program": "sapwood.frontend_lang.program",
+        "ProgramError": "sapwood.frontend_lang.errors",
+        "ProgramState": "sapwood.frontend_lang.state",
+        "ProgramTimeoutError": "sapwood.frontend_lang.errors",
+        "ProgramUsageError": "sapwood.frontend_lang.errors",
         "RequestError": "sapwood.runtime.errors",
         "RequestMetrics": "sapwood.runtime.outputs",
         "RequestOutput": "sapwood.runtime.outputs",
         "SamplingParams": "sapwood.runtime.sampling_params",
         "SapwoodError": "sapwood.runtime.errors",
         "TokenLogprobs": "sapwood.runtime.outputs",
+        "UnknownVariableError": "sapwood.frontend_lang.errors",
         "UnsupportedModelError": "sapwood.runtime.errors",
         "Whitespace": "sapwood.runtime.constraints.spec",
+        "assistant": "sapwood.frontend_lang.primitives",
+        "assistant_begin": "sapwood.frontend_lang.primitives",
+        "assistant_end": "sapwood.frontend_lang.primitives",
         "constraint_of": "sapwood.runtime.constraints.output_types",
+        "flush_cache": "sapwood.frontend_lang.primitives",
+        "function": "sapwood.frontend_lang.primitives",
+        "gen": "sapwood.frontend_lang.primitives",
+        "gen_int": "sapwood.frontend_lang.primitives",
+        "gen_string": "sapwood.frontend_lang.primitives",
+        "get_server_info": "sapwood.frontend_lang.primitives",
+        "image": "sapwood.frontend_lang.primitives",
+        "pause": "sapwood.frontend_lang.primitives",
+        "select": "sapwood.frontend_lang.primitives",
+        "separate_reasoning": "sapwood.frontend_lang.primitives",
+        "set_default_backend": "sapwood.frontend_lang.primitives",
+        "system": "sapwood.frontend_lang.primitives",
+        "system_begin": "sapwood.frontend_lang.primitives",
+        "system_end": "sapwood.frontend_lang.primitives",
+        "user": "sapwood.frontend_lang.primitives",
+        "user_begin": "sapwood.frontend_lang.primitives",
+        "user_end": "sapwood.frontend_lang.primitives",
+        "video": "sapwood.frontend_lang.primitives",
     }
 )
 
