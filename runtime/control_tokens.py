@@ -41,6 +41,11 @@ class ControlledText:
     controls: tuple[tuple[int, int], ...]
     has_quoted: bool
 
+    def after(self, text: str) -> "ControlledText":
+        """This behind a text that spells no control token."""
+        controls = tuple((start + len(text), end + len(text)) for start, end in self.controls)
+        return ControlledText(text + self.text, controls, has_quoted=self.has_quoted)
+
     def keyed(self) -> tuple[bytes, list[int]]:
         """The text as UTF-8 with the byte 0xFF in front of each real control token, and where
         these bytes are.
@@ -97,6 +102,15 @@ class ControlTokens:
             parts += (text[last:place], mark)
             last = place
         return "".join((*parts, text[last:]))
+
+    def joined(self, pieces: Sequence[tuple[str, bool]]) -> ControlledText:
+        """Texts one after the other, each with whether what it spells of control tokens is real."""
+        texts = [text for text, is_real in pieces if not is_real]
+        if not any(map(self.touch, texts)):
+            return self.read("".join(text for text, _ in pieces), None)
+        mark = unused_characters([text for text, _ in pieces], 1)
+        marked = (text if is_real else self.marked(text, mark) for text, is_real in pieces)
+        return self.read("".join(marked), mark)
 
     def read(self, rendered: str, mark: str | None) -> ControlledText:
         """The text without its marks, and which control tokens in it are real."""

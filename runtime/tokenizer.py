@@ -55,12 +55,10 @@ class Tokenizer:
         self._controlled = ControlledEncoder(backend)
         control = [token.content for token in self._added_tokens.values() if token.special]
         other = [token.content for token in self._added_tokens.values() if not token.special]
+        self._control_tokens = ControlTokens(control, other)
         self._template = (
             ChatTemplate(
-                chat_template,
-                special_tokens,
-                ControlTokens(control, other),
-                tool_format=tool_format,
+                chat_template, special_tokens, self._control_tokens, tool_format=tool_format
             )
             if chat_template
             else None
@@ -192,6 +190,59 @@ class Tokenizer:
         tokenizer cannot keep others apart.
         """
         return self._controlled.encode(content, start)
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, at_start: bool) -> TokenIds:
+        """Token ids of texts that stand together, each with whether a chat template wrote it.
+
+        Special tokens are real in what a template wrote, and only there. `at_start`: nothing is
+        before them, so a text gets in front what this tokenizer puts in front of every text; what
+        a template wrote has it already. Otherwise nothing is put in front, not even the space that
+        some tokenizers add to the first word. Raises RequestError.
+        """
+        pieces = [piece for piece in pieces if piece[0]]
+        for text, _ in pieces:
+            _check_unicode(text)
+        content = self._control_tokens.joined(pieces)
+        if not at_start:
+            return self._encode_further(content)
+        token_ids = self.encode_controlled(content)
+        is_text = bool(pieces) and not pieces[0][1]
+        return np.concatenate([self._front_ids, token_ids]) if is_text else token_ids
+
+    def _encode_further(self, content: ControlledText) -> TokenIds:
+        """Token ids of a text that something is before."""
+        token_ids = self.encode_controlled(content)
+        num_spaces = len(content.text) - len(content.text.lstrip(" "))
+        if self._num_spaces(token_ids) <= num_spaces:
+            return token_ids
+        for anchor in _ANCHORS:
+            before = self.encode(anchor, add_special_tokens=False)
+            both = self.encode_controlled(content.after(anchor))
+            further = both[len(before) :]
+            is_apart = np.array_equal(both[: len(before)], before)
+            if is_apart and self._num_spaces(further) == num_spaces:
+                return further
+        return token_ids
+
+    def _num_spaces(self, token_ids: TokenIds) -> int:
+        """How many spaces the text of these tokens begins with."""
+        num_spaces = 0
+        for token_id in token_ids.tolist():
+            raw = self.token_raw_bytes(token_id)
+            rest = raw.lstrip(b" ")
+            num_spaces += len(raw) - len(rest)
+            if rest:
+                break
+        return num_spaces
+
+    @cached_property
+    def _front_ids(self) -> TokenIds:
+        """What is put in front of every text, such as a beginning-of-text token."""
+        plain = self.encode("a", add_special_tokens=False).tolist()
+        whole = self.encode("a").tolist()
+        places = range(len(whole) - len(plain) + 1)
+        start = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
+        return np.array(whole[:start], dtype=np.int32)
 
     def can_split_before(self, control_token: str) -> bool:
         """Whether the tokens of any text are those of the part before this control token followed
@@ -358,6 +409,9 @@ def _flat_steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     else:
         yield state
 
+
+# Texts that a first word may follow; which of them ends with a whole token depends on the word.
+_ANCHORS = ("\n", ".", "a")
 
 _ROLE_TOKEN = re.compile("<[|｜](system|user|assistant|tool)[|｜]>", re.IGNORECASE)
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
