@@ -1,8 +1,9 @@
 """The engine for asyncio."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -17,15 +18,28 @@ from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.turns import PrefixReport
 
 
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """The place of all inboxes that were made on an event loop: one wake-up for a whole step."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, deliver: Callable[[], None]) -> bool:
+        try:
+            self.loop.call_soon_threadsafe(deliver)
+        except RuntimeError:  # the loop is closed, and with it everyone who waited on it
+            return False
+        return True
+
+
 class _Inbox:
     """Where the outputs of one call arrive, on the event loop that made it."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+        self.place = _Loop(asyncio.get_running_loop())
         self._queue: asyncio.Queue[SequenceOutput | None] = asyncio.Queue()
 
     def put(self, told: SequenceOutput | None) -> None:
-        """To be called on the loop."""
         self._queue.put_nowait(told)
 
     async def take(self) -> SequenceOutput:
@@ -37,7 +51,7 @@ class _Inbox:
         return told
 
 
-class AsyncEngine(EngineBase[_Inbox]):
+class AsyncEngine(EngineBase):
     """A model that answers many callers on an event loop.
 
         async with AsyncEngine("smollm2") as engine:
@@ -77,7 +91,7 @@ class AsyncEngine(EngineBase[_Inbox]):
         builders = {request.request_id: self._builder(request) for request in requests}
         inbox = _Inbox()
         unfinished = set(builders)
-        self._submit(requests, inbox)
+        self._mail.submit(requests, inbox)
         try:
             while unfinished:
                 told = await inbox.take()
@@ -86,7 +100,7 @@ class AsyncEngine(EngineBase[_Inbox]):
                 if builder.finished:
                     unfinished.discard(told.request_id)
         finally:
-            self._withdraw(requests, unfinished)
+            self._mail.withdraw(requests, unfinished)
         return [self._whole(request, builders[request.request_id]) for request in requests]
 
     async def stream(
@@ -130,7 +144,7 @@ class AsyncEngine(EngineBase[_Inbox]):
         }
         inbox = _Inbox()
         unfinished = set(builders)
-        self._submit(requests, inbox)
+        self._mail.submit(requests, inbox)
         try:
             while unfinished:
                 told = await inbox.take()
@@ -141,14 +155,14 @@ class AsyncEngine(EngineBase[_Inbox]):
                     self._remember(requests[index], builder)
                 yield index, piece
         finally:
-            self._withdraw(requests, unfinished)
+            self._mail.withdraw(requests, unfinished)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its caller gets what there is, with finish reason "abort".
 
         False if no such request is in flight. The id is compared exactly.
         """
-        core_id = self._in_flight.get(request_id)
+        core_id = self._mail.request_id(request_id)
         if core_id is None:
             return False
         self._core.abort(core_id)
@@ -171,26 +185,3 @@ class AsyncEngine(EngineBase[_Inbox]):
         if not matchers.done():
             await asyncio.wrap_future(matchers)
         return self._with_matchers(requests, matchers.result())
-
-    def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, SequenceOutput | None]]] = {}
-        for output in outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:
-                by_loop.setdefault(inbox.loop, []).append((inbox, output))
-        if not outputs:
-            for inbox in set(self._inboxes.values()):
-                by_loop.setdefault(inbox.loop, []).append((inbox, None))
-        for loop, deliveries in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, deliveries)  # one wake-up for a whole step
-            except RuntimeError:
-                # The loop is closed, and with it everyone who waited on it.
-                for _, told in deliveries:
-                    if told is not None:
-                        self._abandon(told.request_id)
-
-
-def _put_all(deliveries: list[tuple[_Inbox, SequenceOutput | None]]) -> None:
-    for inbox, told in deliveries:
-        inbox.put(told)

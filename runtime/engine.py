@@ -1,6 +1,7 @@
 """The synchronous engine."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -15,10 +16,37 @@ from sapwood.runtime.request import Request, SequenceOutput
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.turns import PrefixReport
 
-_Inbox = SimpleQueue[SequenceOutput | None]
+
+@dataclass(frozen=True, slots=True)
+class _AnyThread:
+    """The place of inboxes that are filled from wherever something is told."""
+
+    def run(self, deliver: Callable[[], None]) -> bool:
+        deliver()
+        return True
 
 
-class Engine(EngineBase[_Inbox]):
+class _Inbox:
+    """Where the outputs of one call arrive; the thread that made it waits for them."""
+
+    place = _AnyThread()
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[SequenceOutput | None] = SimpleQueue()
+
+    def put(self, told: SequenceOutput | None) -> None:
+        self._queue.put(told)
+
+    def take(self) -> SequenceOutput:
+        told = self._queue.get()
+        if told is None:
+            raise EngineClosedError("the engine was closed before the request was done")
+        if told.error is not None:
+            raise EngineError(told.error)
+        return told
+
+
+class Engine(EngineBase):
     """A model that answers, one call at a time or from several threads.
 
         with Engine("smollm2") as engine:
@@ -54,18 +82,18 @@ class Engine(EngineBase[_Inbox]):
         """
         requests = self._constrained(self._requests(inputs, sampling, hints=hints))
         builders = {request.request_id: self._builder(request) for request in requests}
-        inbox: _Inbox = SimpleQueue()
+        inbox = _Inbox()
         unfinished = set(builders)
-        self._submit(requests, inbox)
+        self._mail.submit(requests, inbox)
         try:
             while unfinished:
-                told = _take(inbox)
+                told = inbox.take()
                 builder = builders[told.request_id]
                 builder.add(told)
                 if builder.finished:
                     unfinished.discard(told.request_id)
         finally:
-            self._withdraw(requests, unfinished)
+            self._mail.withdraw(requests, unfinished)
         return [self._whole(request, builders[request.request_id]) for request in requests]
 
     def stream(
@@ -93,18 +121,18 @@ class Engine(EngineBase[_Inbox]):
 
     def _pieces(self, request: Request) -> Generator[RequestOutput, None, None]:
         builder = self._builder(request)
-        inbox: _Inbox = SimpleQueue()
+        inbox = _Inbox()
         unfinished = {request.request_id}
-        self._submit([request], inbox)
+        self._mail.submit([request], inbox)
         try:
             while unfinished:
-                piece = builder.add(_take(inbox))
+                piece = builder.add(inbox.take())
                 if builder.finished:
                     unfinished.clear()
                     self._remember(request, builder)
                 yield piece
         finally:
-            self._withdraw([request], unfinished)
+            self._mail.withdraw([request], unfinished)
 
     def explain_prefix(self, chat: Chat | Sequence[Message]) -> PrefixReport:
         """How much of a conversation continues its last turn, and why no more.
@@ -116,21 +144,3 @@ class Engine(EngineBase[_Inbox]):
     def flush_cache(self) -> None:
         """Drop every cached token that no running request holds."""
         self._core.flush_cache().result()
-
-    def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:
-                inbox.put(output)
-        if not outputs:
-            for inbox in set(self._inboxes.values()):
-                inbox.put(None)
-
-
-def _take(inbox: _Inbox) -> SequenceOutput:
-    told = inbox.get()
-    if told is None:
-        raise EngineClosedError("the engine was closed before the request was done")
-    if told.error is not None:
-        raise EngineError(told.error)
-    return told

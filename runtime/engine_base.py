@@ -1,11 +1,10 @@
 """What the two faces of an engine have in common."""
 
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,28 +13,58 @@ from sapwood.runtime.answers import AnswerBuilder
 from sapwood.runtime.build import EngineInfo, build_engine
 from sapwood.runtime.chat import Chat
 from sapwood.runtime.config import EngineConfig
-from sapwood.runtime.constraints.compiler import CompilerStats
+from sapwood.runtime.constraints.compiler import CompilerStats, ConstraintCompiler
 from sapwood.runtime.constraints.interface import Matcher
+from sapwood.runtime.constraints.reasoning import ReasoningMatchers
 from sapwood.runtime.core import EngineStats
-from sapwood.runtime.core_thread import CoreThread
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.hints import Hints
+from sapwood.runtime.mailroom import Mailroom
 from sapwood.runtime.outputs import RequestOutput
-from sapwood.runtime.processing import Input, is_single
+from sapwood.runtime.processing import Input, InputProcessor, is_single
 from sapwood.runtime.reasoning import ReasoningFormat
-from sapwood.runtime.request import Request, SequenceOutput
+from sapwood.runtime.request import Request
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
 
-InboxT = TypeVar("InboxT")
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Hinting = Hints | Sequence[Hints] | None
 
 
-class EngineBase(Generic[InboxT]):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What the engines over one core have in common.
+
+    The core itself is its thread's alone, so that the model's memory goes when that ends.
+    """
+
+    config: EngineConfig
+    info: EngineInfo
+    tokenizer: Tokenizer
+    inputs: InputProcessor
+    compiler: ConstraintCompiler
+    reasoning: ReasoningMatchers
+    mail: Mailroom
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "_Shared":
+        parts = build_engine(config, time.monotonic)
+        return cls(
+            config=config,
+            info=parts.info,
+            tokenizer=parts.tokenizer,
+            inputs=parts.inputs,
+            compiler=parts.compiler,
+            reasoning=parts.reasoning,
+            mail=Mailroom(parts.core),
+        )
+
+
+class EngineBase:
     """Loads a model and runs its core on a thread. Several may live in one process.
 
-    Subclasses say what an inbox is, where the outputs of one call arrive.
+    Engines of both faces may be over one core (`over`): they share all that they know and compute,
+    and closing one closes all.
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
@@ -43,18 +72,26 @@ class EngineBase(Generic[InboxT]):
 
         Raises ConfigError for an unknown one, ModelError where the model cannot be served.
         """
-        self.config = EngineConfig.from_options(model, **options)
+        self._take(_Shared.load(EngineConfig.from_options(model, **options)))
+
+    @classmethod
+    def over(cls, engine: "EngineBase") -> Self:
+        """An engine of this face over the model and the cache of another one. O(1)."""
+        face = cls.__new__(cls)
+        face._take(engine._shared)
+        return face
+
+    def _take(self, shared: _Shared) -> None:
+        self._shared = shared
+        self.config = shared.config
+        self.info = shared.info
+        self.tokenizer = shared.tokenizer
         self._clock = time.monotonic
-        parts = build_engine(self.config, self._clock)
-        self.info: EngineInfo = parts.info
-        self.tokenizer: Tokenizer = parts.tokenizer
-        self._inputs = parts.inputs
-        self._compiler = parts.compiler
-        self._reasoning = parts.reasoning
-        self._inboxes: dict[str, InboxT] = {}  # by request id
-        self._in_flight: dict[str, str] = {}  # request id by caller's id
-        self._lock = threading.Lock()  # over the two
-        self._core = CoreThread(parts.core, self._deliver)
+        self._inputs = shared.inputs
+        self._compiler = shared.compiler
+        self._reasoning = shared.reasoning
+        self._mail = shared.mail
+        self._core = shared.mail.core
 
     def stats(self) -> EngineStats:
         """Counts as of the last step. O(1)."""
@@ -77,10 +114,6 @@ class EngineBase(Generic[InboxT]):
         """End all requests and free the model. Idempotent."""
         self._core.close()
         self._compiler.close()
-
-    def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        """Pass on what a step told; an empty list says that nothing will follow."""
-        raise NotImplementedError
 
     def _requests(
         self,
@@ -176,43 +209,3 @@ class EngineBase(Generic[InboxT]):
         """The same where nobody wants them whole."""
         if request.chat is not None:
             self._whole(request, builder)
-
-    def _submit(self, requests: Sequence[Request], inbox: InboxT) -> None:
-        """Hand requests to the core, their outputs to `inbox`.
-
-        Raises RequestError where a caller's id is in use, EngineClosedError after `close`.
-        """
-        with self._lock:
-            in_use = dict(self._in_flight)
-            for request in requests:
-                if request.caller_id in in_use:
-                    raise RequestError(
-                        f"request id {request.caller_id!r} is in use; wait for it or take another",
-                        param="request_id",
-                    )
-                in_use[request.caller_id] = request.request_id
-            self._in_flight = in_use
-            for request in requests:
-                self._inboxes[request.request_id] = inbox
-        try:
-            self._core.submit(*requests)
-        except BaseException:
-            self._withdraw(requests, ())
-            raise
-
-    def _withdraw(self, requests: Sequence[Request], unfinished: Iterable[str]) -> None:
-        """Expect nothing more of these requests, and end those that are unfinished."""
-        for request_id in unfinished:
-            self._core.abort(request_id)
-        with self._lock:
-            for request in requests:
-                self._inboxes.pop(request.request_id, None)
-                self._in_flight.pop(request.caller_id, None)
-
-    def _abandon(self, request_id: str) -> None:
-        """End a request whose caller is gone without having withdrawn it."""
-        self._core.abort(request_id)
-        with self._lock:
-            self._inboxes.pop(request_id, None)
-            for caller_id in [c for c, r in self._in_flight.items() if r == request_id]:
-                del self._in_flight[caller_id]
