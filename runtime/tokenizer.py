@@ -206,7 +206,7 @@ class Tokenizer:
         if not at_start:
             return self._encode_further(content)
         token_ids = self.encode_controlled(content)
-        is_text = bool(pieces) and not pieces[0][1]
+        is_text = not (pieces and pieces[0][1])
         return np.concatenate([self._front_ids, token_ids]) if is_text else token_ids
 
     def _encode_further(self, content: ControlledText) -> TokenIds:

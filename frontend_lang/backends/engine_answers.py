@@ -1,0 +1,191 @@
+"""The engine's outputs as answers of a program: whole, or piece by piece."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sapwood.frontend_lang.backends.interface import Answer, Call, TokenIds
+from sapwood.runtime.answer_tokens import answer_token_ids, tokens_between
+from sapwood.runtime.detokenizer import IncrementalDetokenizer
+from sapwood.runtime.errors import RequestError
+from sapwood.runtime.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    TokenLogprobs,
+)
+from sapwood.runtime.reasoning import REASONING_TAGS, ReasoningReader, reasoning_start
+from sapwood.runtime.reasoning_block import ReasoningTags
+from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.stop import StopMatcher
+from sapwood.runtime.tokenizer import Tokenizer
+
+_Entry = tuple[float | None, int, str | None]  # SGLang's: log-probability, token id, text
+
+# SGLang's names of models that write their reasoning as most others do.
+_LIKE_MOST = frozenset(
+    "deepseek-r1 deepseek-v3 deepseek-v31 glm45 minimax nano_v3 qwen3 qwen3-thinking step3".split()
+)
+
+
+def tags_of_type(model_type: str | None, own: ReasoningTags | None) -> ReasoningTags:
+    """How reasoning is marked: by a name of ours or of SGLang's, or as the model itself does."""
+    found = own if model_type is None else REASONING_TAGS.get(model_type)
+    if found is not None:
+        return found
+    if model_type in _LIKE_MOST:
+        return REASONING_TAGS["think"]
+    known = ", ".join(sorted((*REASONING_TAGS, *_LIKE_MOST)))
+    fault = (
+        "this model's chat template marks no reasoning; name the way it does"
+        if model_type is None
+        else f"there is no way of reasoning called {model_type!r}; name one that is known"
+    )
+    raise RequestError(f"model_type: {fault}: {known}", param="model_type")
+
+
+class AnswerInProgress:
+    """One answer of the engine, which comes in pieces or at once.
+
+    Without `reasoning` its text is the engine's. With it the text is read again from the tokens,
+    as the engine shows no tags that are special tokens.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        reasoning: "SeparatedReasoning | None" = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._reasoning = reasoning
+        self._with_text = bool(call.options.get("return_text_in_logprobs"))
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+    def add(self, output: RequestOutput, piece: CompletionOutput) -> Answer:
+        """What is new with a piece of an output; the last one has the tokens of all."""
+        self._token_ids += piece.token_ids
+        self._logprobs += piece.logprobs or ()
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        text, reasoning = piece.text, ""
+        if self._reasoning is not None:
+            text_ids = piece.token_ids[:-1] if piece.ended_by_token else piece.token_ids
+            text, reasoning = self._reasoning.add(text_ids, finished=_has_ended(piece))
+        return Answer(
+            text=text,
+            reasoning=reasoning,
+            token_ids=self._spelled(piece) if _has_ended(piece) else None,
+            finish_reason=None if piece.finish_reason is None else piece.finish_reason.value,
+            meta=self._meta(output, piece),
+        )
+
+    def _spelled(self, last: CompletionOutput) -> TokenIds:
+        whole = CompletionOutput(
+            index=last.index,
+            text="",
+            token_ids=tuple(self._token_ids),
+            logprobs=None,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            ended_by_token=last.ended_by_token,
+        )
+        token_ids = answer_token_ids(whole, self._sampling, self._tokenizer)
+        if self._reasoning is None:
+            return token_ids
+        return self._reasoning.content_token_ids(token_ids)
+
+    def _meta(self, output: RequestOutput, piece: CompletionOutput) -> dict[str, Any]:
+        """What SGLang tells of an answer, so far."""
+        meta: dict[str, Any] = {
+            "id": output.request_id,
+            "finish_reason": self._finish_reason(piece),
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(self._token_ids),
+            "cached_tokens": output.num_cached_tokens,
+        }
+        if (finished := output.metrics.finished_time) is not None:
+            meta["e2e_latency"] = finished - output.metrics.arrival_time
+        if self._sampling.logprobs:
+            meta |= self._logprobs_meta(output)
+        return meta
+
+    def _finish_reason(self, piece: CompletionOutput) -> dict[str, Any] | None:
+        match piece.finish_reason:
+            case None:
+                return None
+            case FinishReason.STOP:
+                matched = piece.stop_reason
+                if matched is None and piece.ended_by_token:
+                    matched = self._token_ids[-1]
+                return {"type": "stop", "matched": matched}
+            case FinishReason.LENGTH:
+                return {"type": "length", "length": len(self._token_ids)}
+            case FinishReason.ABORT:
+                return {"type": "abort", "message": "the request was aborted"}
+
+    def _logprobs_meta(self, output: RequestOutput) -> dict[str, Any]:
+        start = self._sampling.prompt_logprobs_start
+        ids = output.prompt_token_ids[start:].tolist() if self._prompt_logprobs else []
+        of_prompt = self._prompt_logprobs[start:]
+        return {
+            "output_token_logprobs": list(map(self._entry, self._logprobs)),
+            "output_top_logprobs": list(map(self._top, self._logprobs)),
+            "input_token_logprobs": [
+                (None, token_id, self._text(token_id)) if entry is None else self._entry(entry)
+                for token_id, entry in zip(ids, of_prompt, strict=True)
+            ],
+            "input_top_logprobs": [
+                None if entry is None else self._top(entry) for entry in of_prompt
+            ],
+        }
+
+    def _top(self, entry: TokenLogprobs) -> list[_Entry] | None:
+        return [self._entry(other) for other in entry.top] or None
+
+    def _entry(self, entry: Logprob | TokenLogprobs) -> _Entry:
+        return entry.logprob, entry.token_id, self._text(entry.token_id)
+
+    def _text(self, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if self._with_text else None
+
+
+class SeparatedReasoning:
+    """Tells the reasoning of one answer from its content, by the tags that are in its text."""
+
+    def __init__(
+        self, tags: ReasoningTags, prompt: str, sampling: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self._tags = tags
+        self._start = reasoning_start(tags, prompt)
+        self._tokenizer = tokenizer
+        markers = {tokenizer.special_id(tag): tag.encode() for tag in (tags.open, tags.close)}
+        self._visible = {i: tag for i, tag in markers.items() if i is not None}
+        self._reader = ReasoningReader(tags, self._start)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer.token_bytes, StopMatcher.of(sampling), self._visible
+        )
+
+    def add(self, token_ids: Sequence[int], *, finished: bool) -> tuple[str, str]:
+        """The content and the reasoning that are new with tokens."""
+        text = self._detokenizer.add(token_ids, finished=finished)
+        parts = self._reader.feed(text, finished=finished)
+        return parts.content, parts.reasoning
+
+    def content_token_ids(self, token_ids: TokenIds) -> TokenIds:
+        """Of the tokens of a whole answer those that spell the content."""
+        # The content is the answer's end. Bytes that are no UTF-8 become one character each.
+        pieces = list(map(self._detokenizer.bytes_of, token_ids))
+        whole = b"".join(pieces)
+        reader = ReasoningReader(self._tags, self._start)
+        parts = reader.feed(whole.decode(errors="surrogateescape"), finished=True)
+        num_bytes = len(parts.content.encode(errors="surrogateescape"))
+        start = len(whole) - num_bytes
+        return tokens_between(self._tokenizer, token_ids, pieces, start, len(whole))
+
+
+def _has_ended(piece: CompletionOutput) -> bool:
+    return piece.finish_reason is not None
