@@ -50,7 +50,14 @@ SERVER_PUBLIC = tuple(
 # The values of runtime that a program is made of; none imports torch.
 LANGUAGE_VALUES = tuple(
     f"sapwood.runtime.{name}"
-    for name in ("constraints.output_types", "constraints.spec", "errors", "hints")
+    for name in (
+        "constraints.explicit_regex",
+        "constraints.output_types",
+        "constraints.spec",
+        "errors",
+        "hints",
+        "regex_syntax",
+    )
 )
 
 RULES = (
