@@ -85,15 +85,14 @@ async def heal(
     pending: Sequence[Piece],
     call: Call,
     *,
-    takes_lark: bool = True,
+    takes_structural_tags: bool = True,
 ) -> Healed:
     """The tokens of the pending pieces and the call, healed where that is needed and can be said.
 
     Only the program's own text is taken off, never generated tokens or what a chat template wrote.
-    Left as they are: calls without a constraint, grammars and structural tags, JSON where a backend
-    takes no Lark (`takes_lark`), and calls whose stops could match within the tail. Of `max_tokens`
-    the tail's tokens are not counted. Cost of a constraint: up to `MAX_BEGINNINGS` encodings of the
-    pending pieces.
+    Left as they are: calls without a constraint, grammars, JSON where a backend takes no structural
+    tags, and calls whose stops could match within the tail. Of `max_tokens` the tail's tokens are
+    not counted. Cost of a constraint: up to `MAX_BEGINNINGS` encodings of the pending pieces.
     """
     encoded = await encoder.encode(pending, at_start=not settled)
     unhealed = Healed(token_ids=encoded, call=call)
@@ -108,7 +107,9 @@ async def heal(
         kept = await encoder.encode(_without_end(pending, tail_len), at_start=not settled)
         if len(kept) <= num_stable and kept == encoded[: len(kept)] and (settled or kept):
             tail = own_text[-tail_len:]
-            constraint = _prefixed(call.constraint, tail, takes_lark=takes_lark)
+            constraint = _prefixed(
+                call.constraint, tail, takes_structural_tags=takes_structural_tags
+            )
             if constraint is None or _may_stop_within(tail, call.options):
                 return unhealed
             options = _longer(call.options, len(encoded) - len(kept))
@@ -214,7 +215,9 @@ def _matching(node: Node) -> list[str]:
             return texts
 
 
-def _prefixed(spec: ConstraintSpec, tail: str, *, takes_lark: bool) -> ConstraintSpec | None:
+def _prefixed(
+    spec: ConstraintSpec, tail: str, *, takes_structural_tags: bool
+) -> ConstraintSpec | None:
     """A constraint of the same answers with `tail` in front; None where that cannot be said."""
     match spec.kind:
         case ConstraintKind.CHOICE:
@@ -223,11 +226,15 @@ def _prefixed(spec: ConstraintSpec, tail: str, *, takes_lark: bool) -> Constrain
         case ConstraintKind.REGEX:
             return replace(spec, text=f"{_escaped(tail)}(?:{without_anchors(spec.text)})")
         case ConstraintKind.JSON_SCHEMA:
-            # Only llguidance reads Lark.
-            if not takes_lark or spec.backend not in (None, "llguidance"):
+            if not takes_structural_tags or spec.backend == "outlines_core":
                 return None
-            text = f"start: {json.dumps(tail)} json\njson: %json {spec.text}"
-            return replace(spec, kind=ConstraintKind.LARK, text=text, backend="llguidance")
+            elements = (
+                f'{{"type": "const_string", "value": {json.dumps(tail)}}}, '
+                f'{{"type": "json_schema", "json_schema": {spec.text}}}'
+            )
+            form = f'{{"type": "sequence", "elements": [{elements}]}}'
+            text = f'{{"type": "structural_tag", "format": {form}}}'
+            return replace(spec, kind=ConstraintKind.STRUCTURAL_TAG, text=text)
     return None
 
 

@@ -100,6 +100,11 @@ class EngineBackend:
         self.name = engine.info.model_name
         self.encoder = EngineEncoder(engine.tokenizer, max_model_len=engine.info.max_model_len)
 
+    @property
+    def takes_structural_tags(self) -> bool:
+        """Whether the engine's own constraint backend enforces them."""
+        return self._engine.config.constraints.constraint_backend != "outlines_core"
+
     async def generate(self, prompt: Prompt, call: Call) -> list[Answer]:
         """As `Backend.generate`. Cancelling it ends the request."""
         sampling = sampling_params(call)
