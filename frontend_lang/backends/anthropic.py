@@ -103,6 +103,7 @@ class Anthropic:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stream(self, prompt: Prompt, call: Call) -> AsyncIterator[Answer]:
         request = self._request(prompt, call)

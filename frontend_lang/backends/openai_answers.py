@@ -12,7 +12,7 @@ from typing import Any
 
 from sapwood.frontend_lang.backends.interface import Answer, Score
 from sapwood.frontend_lang.backends.json_format import JsonFormat
-from sapwood.runtime.errors import EngineError
+from sapwood.runtime.errors import EngineError, RequestError
 
 _BYTES = "bytes:"  # how a token that is a part of a character is spelled: bytes:\xf0\x9f
 _ESCAPED_BYTE = re.compile(rb"\\x([0-9a-fA-F]{2})")
@@ -58,7 +58,7 @@ def _whole(choice: Mapping[str, Any], usage: Mapping[str, Any], expected: Expect
         text=text,
         reasoning=_reasoning(said),
         finish_reason=reason,
-        meta=_meta(reason, _matched(choice), usage, pieces, expected),
+        meta=_meta(reason, _matched(choice), usage, pieces, expected, has_text=bool(text)),
     )
 
 
@@ -72,6 +72,7 @@ class StreamReader:
     _usage: Mapping[str, Any] = field(default_factory=dict)
     _reason: str | None = None
     _matched: Any = None
+    _has_text: bool = False
 
     def feed(self, chunk: Mapping[str, Any]) -> Answer | None:
         """What a chunk says; None where that is nothing. Raises EngineError."""
@@ -91,6 +92,7 @@ class StreamReader:
         if said.get("refusal"):
             raise EngineError(f"the model of {self.expected.api} refuses: {said['refusal']}")
         text = said.get("content" if self.expected.is_chat else "text") or ""
+        self._has_text = self._has_text or bool(text)
         if self.expected.format is not None:
             self._held.append(text)
             text = ""
@@ -102,7 +104,14 @@ class StreamReader:
         if self._reason is None:
             raise EngineError(f"{self.expected.api} ended a stream before its answer was done")
         text, form = "".join(self._held), self.expected.format
-        meta = _meta(self._reason, self._matched, self._usage, self._logprobs, self.expected)
+        meta = _meta(
+            self._reason,
+            self._matched,
+            self._usage,
+            self._logprobs,
+            self.expected,
+            has_text=self._has_text,
+        )
         return Answer(
             text=text if form is None else form.text(text), finish_reason=self._reason, meta=meta
         )
@@ -177,6 +186,8 @@ def _meta(
     usage: Mapping[str, Any],
     logprobs: Sequence[Mapping[str, Any]],
     expected: Expected,
+    *,
+    has_text: bool,
 ) -> dict[str, Any]:
     """SGLang's names. With several answers the API tells the sum of their tokens only, which is no
     answer's own number: then only log-probabilities tell it."""
@@ -189,8 +200,11 @@ def _meta(
         meta["completion_tokens"] = usage.get("completion_tokens", 0)
     if not expected.logprobs:
         return meta
-    if not logprobs and reason != "length" and usage.get("completion_tokens", 1):
-        raise EngineError(f"{expected.api} told no log-probabilities; leave out return_logprob")
+    if not logprobs and has_text:
+        raise RequestError(
+            f"{expected.api} told no log-probabilities; leave out return_logprob",
+            param="return_logprob",
+        )
     entries = [entry for piece in logprobs for entry in _entries(piece)]
     meta["output_token_logprobs"] = [token for token, _ in entries]
     meta.setdefault("completion_tokens", len(entries))
