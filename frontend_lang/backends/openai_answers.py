@@ -12,7 +12,7 @@ from typing import Any
 
 from sapwood.frontend_lang.backends.interface import Answer, Score
 from sapwood.frontend_lang.backends.json_format import JsonFormat
-from sapwood.runtime.errors import EngineError, RequestError
+from sapwood.runtime.errors import EngineError, RequestError, SapwoodError
 
 _BYTES = "bytes:"  # how a token that is a part of a character is spelled: bytes:\xf0\x9f
 _ESCAPED_BYTE = re.compile(rb"\\x([0-9a-fA-F]{2})")
@@ -241,6 +241,8 @@ def _in_form(api: str) -> Iterator[None]:
     """Turns what a body lacks into an EngineError."""
     try:
         yield
+    except SapwoodError:
+        raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise EngineError(
             f"{api} answered in a form that is not OpenAI's ({type(error).__name__}: {error})"

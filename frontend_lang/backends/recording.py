@@ -80,8 +80,9 @@ class Recording:
     async def stream(self, prompt: Prompt, call: Call) -> AsyncIterator[Answer]:
         entry = self._tape.begin("stream", _asked(prompt, call))
         if entry.is_recorded:
-            for piece in entry.result():
+            for piece in entry.pieces:
                 yield _answer(piece)
+            entry.result()
             return
         pieces: list[Json] = []
         try:
@@ -91,7 +92,7 @@ class Recording:
                     pieces.append(asdict(piece))
                     yield _answer(_as_json(pieces[-1]))
         except SapwoodError as error:
-            entry.write_error(error)
+            entry.write_error(error, pieces)
             raise
         entry.write(pieces)
 
@@ -204,30 +205,29 @@ class Tape:
 
     def begin(self, method: str, asked: Json, *, is_pure: bool = False) -> "Entry":
         """A call begins; costs a hash of what it asks."""
-        key = _key(method, asked)
+        plain = _as_json(asked)
+        key = _key(method, plain)
         number = 0 if is_pure else self._begun[key]
         self._begun[key] += 1
-        return Entry(self, method, asked, number)
+        return Entry(self, method, plain, key, number)
 
     def line(self, entry: "Entry") -> Json | None:
-        return self._lines.get((_key(entry.method, entry.asked), entry.number))
+        return self._lines.get((entry.key, entry.number))
 
     def write(self, entry: "Entry", outcome: Json) -> Json:
         """Add a line; it as JSON has it."""
         line = {"method": entry.method, "number": entry.number, "asked": entry.asked, **outcome}
         read = _as_json(line)
-        self._lines[_key(entry.method, entry.asked), entry.number] = read
+        self._lines[entry.key, entry.number] = read
         _write_line(self._path, read, mode="a")
         return read
 
     def missing(self, entry: "Entry") -> RequestError:
         """What to say of a call that is not there."""
         same = [line for line in self._lines.values() if line["method"] == entry.method]
-        equal = [line for line in same if line["asked"] == _as_json(entry.asked)]
+        equal = [line for line in same if line["asked"] == entry.asked]
         if equal:
-            what = (
-                f"its equal was recorded {len(equal)} times, this one is number {entry.number + 1}"
-            )
+            what = f"of its equals {len(equal)} were recorded, this is number {entry.number + 1}"
         elif same:
             what = f"the nearest call there {_nearest(entry.asked, same)}"
         else:
@@ -240,11 +240,12 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A call, and its place on the tape. `number`: of its equals, from 0."""
+    """A call, as JSON has it, and its place on the tape. `number`: of its equals, from 0."""
 
     tape: Tape
     method: str
     asked: Json
+    key: str
     number: int
 
     @property
@@ -264,8 +265,13 @@ class Entry:
         """Record what came back; it as JSON has it."""
         return self.tape.write(self, {"result": result})["result"]
 
-    def write_error(self, error: SapwoodError) -> None:
-        self.tape.write(self, {"error": _error_as_json(error)})
+    @property
+    def pieces(self) -> Json:
+        """What a stream had said, also before an error."""
+        return (self.tape.line(self) or {}).get("result") or []
+
+    def write_error(self, error: SapwoodError, pieces: Json = None) -> None:
+        self.tape.write(self, {"result": pieces, "error": _error_as_json(error)})
 
     def missing(self) -> RequestError:
         return self.tape.missing(self)
@@ -296,7 +302,11 @@ def _key(method: str, asked: Json) -> str:
 
 
 def _as_json(value: Json) -> Json:
-    return json.loads(json.dumps(value))
+    """A value as it comes back from the file. Raises RequestError for what JSON cannot say."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"what is no JSON cannot be recorded: {error}") from error
 
 
 def _answer(told: Mapping[str, Any]) -> Answer:
@@ -336,16 +346,14 @@ def _read(path: Path) -> tuple[Json, list[Json]]:
     try:
         first, *lines = path.read_text().splitlines()
         about = json.loads(first)["recording"]
-        if about["version"] != VERSION:
-            raise RequestError(
-                f"{path} is a recording of version {about['version']}, this reads {VERSION}; record "
-                "again"
-            )
-        return about, [json.loads(line) for line in lines]
+        version, calls = about["version"], [json.loads(line) for line in lines]
     except OSError as error:
         raise RequestError(f"the recording {path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise RequestError(f"{path} is no recording ({error}); record again") from error
+    if version != VERSION:
+        raise RequestError(f"{path} has version {version}, this reads {VERSION}; record again")
+    return about, calls
 
 
 def _write_line(path: Path, line: Json, *, mode: str) -> None:
@@ -355,7 +363,7 @@ def _write_line(path: Path, line: Json, *, mode: str) -> None:
 
 def _nearest(asked: Json, lines: Sequence[Json]) -> str:
     """How the call that differs least differs."""
-    wanted = _leaves(_as_json(asked))
+    wanted = _leaves(asked)
     told = min(
         (_leaves(line["asked"]) for line in lines),
         key=lambda leaves: _distance(wanted, leaves),
