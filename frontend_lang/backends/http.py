@@ -68,6 +68,9 @@ class Retries:
         return min(grown, self.longest_seconds) * random.uniform(0.75, 1.0)
 
 
+NO_RETRIES = Retries(max_retries=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One server-sent event: its name, empty where it has none, and the JSON object in it."""
@@ -105,17 +108,17 @@ class HttpClient:
         self._retries = retries or Retries()
         self._opened: httpx.AsyncClient | None = None
 
-    async def get(self, path: str) -> Any:
-        """The JSON at `path`. Raises SapwoodError."""
-        return await self._whole("GET", path, None)
+    async def get(self, path: str, *, once: bool = False) -> Any:
+        """The JSON at `path`; `once`: without retries. Raises SapwoodError."""
+        return await self._whole("GET", path, None, NO_RETRIES if once else self._retries)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON that answers `body`. Cancelling closes the connection. Raises SapwoodError."""
-        return await self._whole("POST", path, body)
+        return await self._whole("POST", path, body, self._retries)
 
     async def post_text(self, path: str, body: Mapping[str, Any]) -> str:
         """The text that answers `body`, whatever it is. Raises SapwoodError."""
-        async with self._answered("POST", path, body) as response:
+        async with self._answered("POST", path, body, self._retries) as response:
             return (await response.aread()).decode(errors="replace")
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
@@ -124,7 +127,7 @@ class HttpClient:
         An event with an `error` in it is raised. Closing the generator closes the connection.
         Raises SapwoodError.
         """
-        async with self._answered("POST", path, body) as response:
+        async with self._answered("POST", path, body, self._retries) as response:
             reader, chunks = EventReader(self.base_url + path), response.aiter_bytes()
             async for chunk in chunks:
                 for event in reader.feed(chunk):
@@ -140,8 +143,10 @@ class HttpClient:
             await self._opened.aclose()
             self._opened = None
 
-    async def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        async with self._answered(method, path, body) as response:
+    async def _whole(
+        self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
+    ) -> Any:
+        async with self._answered(method, path, body, retries) as response:
             content = await response.aread()
             try:
                 return json.loads(content)
@@ -153,12 +158,12 @@ class HttpClient:
 
     @asynccontextmanager
     async def _answered(
-        self, method: str, path: str, body: Mapping[str, Any] | None
+        self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
     ) -> AsyncIterator["httpx.Response"]:
         """A successful response whose body is not read yet."""
         import httpx
 
-        response = await self._with_retries(method, path, body)
+        response = await self._with_retries(method, path, body, retries)
         try:
             yield response
         except httpx.TimeoutException as error:
@@ -173,7 +178,7 @@ class HttpClient:
             await response.aclose()
 
     async def _with_retries(
-        self, method: str, path: str, body: Mapping[str, Any] | None
+        self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
     ) -> "httpx.Response":
         content = None if body is None else encoded(body)
         num_failures = 0
@@ -182,7 +187,7 @@ class HttpClient:
             if not isinstance(outcome, _Failure):
                 return outcome
             num_failures += 1
-            wait = self._retries.wait(num_failures, outcome.retry_after)
+            wait = retries.wait(num_failures, outcome.retry_after)
             if not outcome.may_pass or wait is None:
                 raise outcome.error
             await asyncio.sleep(wait)
