@@ -140,7 +140,7 @@ def _compare_all(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def _compare(
     url: str, work: Work, texts: Sequence[str], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Pairs with texts of their own; who is first alternates. One pair before them is not counted."""
+    """Pairs with texts of their own; who is first alternates. The first pair is not counted."""
     num, num_tokens = arguments.programs, arguments.num_tokens
     backend = sgl.RuntimeEndpoint(url)
     pairs = []
@@ -201,13 +201,13 @@ def _counts(url: str) -> dict[str, int]:
 
 
 @sgl.function
-def few_shot(s: sgl.State, examples: str, question: str) -> None:
+def few_shot(s: sgl.ProgramState, examples: str, question: str) -> None:
     s += "Solve these problems.\n\n" + examples
     s += "Question: " + question + "\nAnswer:"
     s += sgl.gen("answer", max_tokens=8, temperature=0)
 
 
-def _few_shot_arguments(num_programs: int) -> list[dict[str, str]]:
+def few_shot_arguments(num_programs: int) -> list[dict[str, str]]:
     """Shuffled; each group has worked examples of its own, which no question repeats."""
     rows = read_json_lines(GSM8K)
     shots, asked = rows[: NUM_GROUPS * NUM_SHOTS], rows[NUM_GROUPS * NUM_SHOTS :]
@@ -227,7 +227,7 @@ def _few_shot_arguments(num_programs: int) -> list[dict[str, str]]:
 
 
 def _batch_order(arguments: argparse.Namespace) -> dict[str, Any]:
-    batch = _few_shot_arguments(arguments.batch_programs)
+    batch = few_shot_arguments(arguments.batch_programs)
     block_size = 16
     prompts = _prompts(Tokenizer.from_folder(find_model(arguments.model)), batch)
     longest = max(map(len, prompts)) + 8
@@ -275,13 +275,13 @@ def num_necessary(prompts: Sequence[Sequence[int]]) -> int:
 
 
 @sgl.function
-def five_gens(s: sgl.State, text: str) -> None:
+def five_gens(s: sgl.ProgramState, text: str) -> None:
     for i in range(5):
         s += text + sgl.gen(f"answer_{i}")
 
 
 @sgl.function
-def wide_fork(s: sgl.State, seconds: list[float]) -> None:
+def wide_fork(s: sgl.ProgramState, seconds: list[float]) -> None:
     s += "Common."
     started = time.perf_counter()
     s.fork(1000)
@@ -308,7 +308,7 @@ def _import_seconds() -> float:
     """All of the language that a program against a server needs, in a process of its own."""
     code = (
         "import time; started = time.perf_counter(); import sapwood as sgl; "
-        "sgl.function, sgl.gen, sgl.select, sgl.user, sgl.State, sgl.RuntimeEndpoint; "
+        "sgl.function, sgl.gen, sgl.select, sgl.user, sgl.ProgramState, sgl.RuntimeEndpoint; "
         "print(time.perf_counter() - started)"
     )
     command = [sys.executable, "-c", code]

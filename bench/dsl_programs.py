@@ -71,13 +71,13 @@ def gen(name: str, num_tokens: int, seed: int) -> sgl.Gen[str]:
 
 
 @sgl.function
-def tree_program(s: sgl.State, text: str, num_tokens: int) -> None:
+def tree_program(s: sgl.ProgramState, text: str, num_tokens: int) -> None:
     s += sgl.user(text + "\n" + STAGES[0])
     for leaf in list(grown(s, 0, num_tokens)):
         leaf.sync()
 
 
-def grown(s: sgl.State, stage: int, num_tokens: int) -> Iterator[sgl.State]:
+def grown(s: sgl.ProgramState, stage: int, num_tokens: int) -> Iterator[sgl.ProgramState]:
     """The leaves of a tree whose root is about to answer `stage`; nothing waits."""
     for seed, branch in enumerate(s.fork(NUM_BRANCHES)):
         branch += sgl.assistant(gen(f"stage_{stage}", num_tokens, seed))
@@ -106,7 +106,7 @@ async def _grow_plain(client: ChatClient, messages: Sequence[Message], stage: in
 
 
 @sgl.function
-def judge_program(s: sgl.State, text: str, num_tokens: int) -> None:
+def judge_program(s: sgl.ProgramState, text: str, num_tokens: int) -> None:
     s += sgl.user_begin() + text + "\n"
     branches = s.fork(len(DIMENSIONS))
     for seed, (branch, dimension) in enumerate(zip(branches, DIMENSIONS, strict=True)):
@@ -140,7 +140,7 @@ def verdict_question(judgments: Sequence[str]) -> str:
 
 
 @sgl.function
-def chains_program(s: sgl.State, text: str, num_tokens: int) -> None:
+def chains_program(s: sgl.ProgramState, text: str, num_tokens: int) -> None:
     s += sgl.user(text)
     chains = s.fork(NUM_CHAINS)
     for seed, chain in enumerate(chains):

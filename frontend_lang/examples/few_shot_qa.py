@@ -10,7 +10,7 @@ from sapwood.frontend_lang.examples.material import problems, worked_problems
 
 
 @sgl.function
-def few_shot_qa(s: sgl.State, question: str, num_examples: int = 5) -> None:
+def few_shot_qa(s: sgl.ProgramState, question: str, num_examples: int = 5) -> None:
     for problem in worked_problems()[:num_examples]:
         s += f"Question: {problem.question}\n"
         s += f"Answer: {problem.steps} The answer is {problem.answer}.\n\n"

@@ -25,7 +25,7 @@ SUBJECT = sgl.gen("subject", output_type=Subject, max_tokens=64)
 
 
 @sgl.function
-def json_extraction(s: sgl.State, passage: str) -> None:
+def json_extraction(s: sgl.ProgramState, passage: str) -> None:
     s += sgl.system("You turn text into JSON with the fields kind, name and sheds_leaves.")
     s += sgl.user(passage)
     s += sgl.assistant(SUBJECT)

@@ -27,7 +27,7 @@ ESSAY = (
 
 
 @sgl.function
-def llm_judge(s: sgl.State, essay: str, dimensions: Sequence[str] = DIMENSIONS) -> None:
+def llm_judge(s: sgl.ProgramState, essay: str, dimensions: Sequence[str] = DIMENSIONS) -> None:
     s += sgl.system("You are a fair and exact judge of short essays.")
     s += sgl.user_begin() + "Essay:\n" + essay + "\n\n"
 

@@ -10,7 +10,7 @@ from sapwood.frontend_lang.examples.material import problems, worked_problems
 
 
 @sgl.function
-def multi_chain_reasoning(s: sgl.State, question: str, num_chains: int = 3) -> None:
+def multi_chain_reasoning(s: sgl.ProgramState, question: str, num_chains: int = 3) -> None:
     for problem in worked_problems()[:2]:
         s += f"Question: {problem.question}\nSteps: {problem.steps}\n"
         s += f"The answer is {problem.answer}.\n\n"

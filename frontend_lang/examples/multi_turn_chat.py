@@ -17,7 +17,7 @@ QUESTIONS = (
 
 
 @sgl.function
-def multi_turn_chat(s: sgl.State, questions: Sequence[str]) -> None:
+def multi_turn_chat(s: sgl.ProgramState, questions: Sequence[str]) -> None:
     s += sgl.system("You are a gardener. Answer briefly.")
     for turn, question in enumerate(questions, 1):
         s += sgl.user(question)

@@ -21,7 +21,7 @@ QUESTIONS = (
 
 
 @sgl.function
-def rag_over_passages(s: sgl.State, question: str, found: Sequence[Passage]) -> None:
+def rag_over_passages(s: sgl.ProgramState, question: str, found: Sequence[Passage]) -> None:
     s += "Answer from these passages alone, then name the one that says it.\n\n"
     for passage in found:
         s += f"{passage.title}: {passage.text}\n\n"

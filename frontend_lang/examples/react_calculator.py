@@ -27,7 +27,7 @@ Action 2: Finish[79]
 
 @sgl.function
 def react_calculator(
-    s: sgl.State, question: str, max_steps: int = 4, tool_seconds: float = 0.1
+    s: sgl.ProgramState, question: str, max_steps: int = 4, tool_seconds: float = 0.1
 ) -> None:
     s += INSTRUCTIONS + "Question: " + question + "\n"
     for step in range(1, max_steps + 1):

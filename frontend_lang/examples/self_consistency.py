@@ -13,7 +13,7 @@ from sapwood.frontend_lang.examples.material import problems, worked_problems
 
 
 @sgl.function
-def self_consistency(s: sgl.State, question: str, num_answers: int = 5) -> None:
+def self_consistency(s: sgl.ProgramState, question: str, num_answers: int = 5) -> None:
     for problem in worked_problems()[:4]:
         s += f"Question: {problem.question}\n"
         s += f"Answer: {problem.steps} The answer is {problem.answer}.\n\n"

@@ -11,7 +11,7 @@ QUESTION = "How do I plant a young tree so that it survives its first summer?"
 
 
 @sgl.function
-def skeleton_of_thought(s: sgl.State, question: str, num_points: int = 3) -> None:
+def skeleton_of_thought(s: sgl.ProgramState, question: str, num_points: int = 3) -> None:
     s += sgl.user(
         question + f"\nGive a skeleton of the answer: {num_points} points of a few words each."
     )

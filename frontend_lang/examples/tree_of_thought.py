@@ -38,14 +38,14 @@ VALUES = ("impossible", "likely", "sure")  # the worst first
 class Thought:
     """A state that has written some steps, and the numbers that these leave."""
 
-    state: sgl.State
+    state: sgl.ProgramState
     steps: tuple[str, ...]
     left: Numbers
 
 
 @sgl.function
 def tree_of_thought(
-    s: sgl.State, numbers: Sequence[int], num_branches: int = 3, num_kept: int = 2
+    s: sgl.ProgramState, numbers: Sequence[int], num_branches: int = 3, num_kept: int = 2
 ) -> None:
     left = numbers_of(numbers)
     s += INSTRUCTIONS + f"Input: {written(left)}\n"
