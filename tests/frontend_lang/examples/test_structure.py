@@ -42,7 +42,8 @@ def hints_of(asked: Asked) -> Any:
 def test_few_shot_examples_are_common_to_all_questions() -> None:
     backend = FakeBackend(" 7")
     states = [
-        few_shot_qa.run(question, num_examples=2, backend=backend) for question in ("Q one?", "Two?")
+        few_shot_qa.run(question, num_examples=2, backend=backend)
+        for question in ("Q one?", "Two?")
     ]
     assert [state["answer"] for state in states] == [" 7", " 7"]
     first, second = backend.prompts
@@ -187,7 +188,9 @@ def test_a_judge_branches_solves_and_merges() -> None:
     for dimension in DIMENSIONS:
         assert f"- {dimension} (4 of 5): The {dimension} is good.\n" in messages[1]["content"]
     branches = generated(backend)[: len(DIMENSIONS)]
-    assert all([m["role"] for m in b.prompt.messages][1:] == ["user", "assistant"] for b in branches)
+    assert all(
+        [m["role"] for m in b.prompt.messages][1:] == ["user", "assistant"] for b in branches
+    )
     assert {hints_of(asked).fork_size for asked in branches} == {len(DIMENSIONS)}
 
 
@@ -216,7 +219,9 @@ def test_all_chains_stand_before_the_answer() -> None:
 
 @pytest.mark.parametrize(
     ("question", "title"),
-    zip(RAG_QUESTIONS, ["Coast redwood", "Coast redwood", "Grafting", "European larch"], strict=True),
+    zip(
+        RAG_QUESTIONS, ["Coast redwood", "Coast redwood", "Grafting", "European larch"], strict=True
+    ),
 )
 def test_the_passage_that_answers_is_found(question: str, title: str) -> None:
     found = retrieve(question, passages())
