@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 import sapwood as sgl
+from sapwood.frontend_lang.nodes import Gen
 
 Message = dict[str, str]
 STAGES = (
@@ -60,7 +61,7 @@ class Work:
     num_answers: int  # of one program
 
 
-def gen(name: str, num_tokens: int, seed: int) -> sgl.Gen[str]:
+def gen(name: str, num_tokens: int, seed: int) -> Gen[str]:
     """An answer like `ChatClient.answer`'s."""
     return sgl.gen(
         name, max_tokens=num_tokens, min_tokens=num_tokens, temperature=TEMPERATURE, seed=seed

@@ -1,5 +1,7 @@
 """The command line that all examples have, and the backend it names."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -32,7 +32,7 @@ def written(numbers: Numbers) -> str:
 
 
 def is_solved(numbers: Numbers) -> bool:
-    return numbers == (TARGET,)
+    return numbers == (Fraction(TARGET),)
 
 
 def _results(low: Fraction, high: Fraction) -> list[tuple[str, Fraction]]:

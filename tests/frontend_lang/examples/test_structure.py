@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from sapwood.frontend_lang.backends.interface import Call, Prompt
 from sapwood.frontend_lang.examples.few_shot_qa import few_shot_qa
-from sapwood.frontend_lang.examples.game24 import moves, numbers_of
+from sapwood.frontend_lang.examples.game24 import Numbers, moves, numbers_of
 from sapwood.frontend_lang.examples.json_extraction import SUBJECT, Subject, json_extraction
 from sapwood.frontend_lang.examples.llm_judge import DIMENSIONS, ESSAY, llm_judge
 from sapwood.frontend_lang.examples.material import passages, worked_problems
@@ -137,11 +138,9 @@ def test_a_tree_of_thought_proposes_in_branches_and_prunes_what_is_the_same() ->
     assert all(asked.prompt.text not in state.text() for asked in scored)  # tried aside
 
 
-def left_by(step: str) -> Any:
+def left_by(step: str) -> Numbers:
     """What a written step leaves."""
     numbers = step.partition("(left: ")[2].removesuffix(")").split()
-    from fractions import Fraction
-
     return tuple(sorted(map(Fraction, numbers)))
 
 
@@ -219,9 +218,12 @@ def test_all_chains_stand_before_the_answer() -> None:
 
 @pytest.mark.parametrize(
     ("question", "title"),
-    zip(
-        RAG_QUESTIONS, ["Coast redwood", "Coast redwood", "Grafting", "European larch"], strict=True
-    ),
+    [
+        (RAG_QUESTIONS[0], "Coast redwood"),
+        (RAG_QUESTIONS[1], "Coast redwood"),
+        (RAG_QUESTIONS[2], "Grafting"),
+        (RAG_QUESTIONS[3], "European larch"),
+    ],
 )
 def test_the_passage_that_answers_is_found(question: str, title: str) -> None:
     found = retrieve(question, passages())
