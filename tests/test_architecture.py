@@ -93,6 +93,11 @@ RULES = (
         on_use=("httpx",),
     ),
     Rule(
+        "frontend_lang/examples",  # what a user's own program may import
+        ("sapwood", "sapwood.frontend_lang.examples"),
+        ("pydantic",),
+    ),
+    Rule(
         "server",
         ("sapwood", "sapwood.server", *SERVER_PUBLIC),
         (
