@@ -6,20 +6,22 @@ masks, so that both compiling and each mask have limits of work here.
 """
 
 import ctypes
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sapwood.runtime.constraints import lark_text, regex_text
-from sapwood.runtime.constraints.choices import read_choices
+from sapwood.runtime.constraints.compile_errors import require
 from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
-from sapwood.runtime.constraints.json_schema import json_grammar, parsed_json
 from sapwood.runtime.constraints.likely_cuts import LikelyCuts
-from sapwood.runtime.constraints.limits import MAX_GRAMMAR_BYTES
+from sapwood.runtime.constraints.llguidance_grammar import SpecialTokens
+from sapwood.runtime.constraints.llguidance_translator import (
+    ThreadTranslator,
+    Translator,
+    make_translator,
+)
 from sapwood.runtime.constraints.mask_bits import clear_tokens, has_token, set_tokens
 from sapwood.runtime.constraints.number_limit import NumberLimit, NumberTokens
 from sapwood.runtime.constraints.rehearsal import Rehearsal
@@ -81,6 +83,17 @@ _MAX_KEPT_TEXTS, _MAX_KEPT_CHARS = 4096, 256  # of forced texts whose tokens are
 _JSON_KINDS = frozenset({ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG})
 
 
+def make_backend(vocabulary: Vocabulary) -> "LlguidanceBackend":
+    """The backend of an engine: a process translates what is long. Close it."""
+    require("llguidance")
+    translator = make_translator(SpecialTokens.of(vocabulary))
+    try:
+        return LlguidanceBackend(vocabulary, translator)
+    except BaseException:
+        translator.close()
+        raise
+
+
 class LlguidanceBackend:
     """Compiles constraints for one vocabulary. Thread-safe.
 
@@ -89,15 +102,13 @@ class LlguidanceBackend:
 
     name = "llguidance"
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, translator: Translator | None = None) -> None:
+        """`translator` is the backend's to close; None: all is translated on the caller's thread."""
+        self._translator = translator or ThreadTranslator(SpecialTokens.of(vocabulary))
         self._vocabulary = vocabulary
         self._text_tokens = _TokenizerObject(vocabulary)
         self._tokenizer = _tokenizer_of(self._text_tokens, vocabulary)
         self._limits = _limits()
-        self._special_id_by_text = {
-            vocabulary.token_bytes[i].decode(errors="replace"): i
-            for i in vocabulary.special_token_ids
-        }
         self._ordinary = _mask_of_ordinary_tokens(vocabulary)
         self._numbers = NumberTokens(vocabulary)
         self._cuts = LikelyCuts(self._text_tokens, vocabulary.token_bytes)
@@ -106,31 +117,31 @@ class LlguidanceBackend:
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> "LlguidanceGrammar":
         """Raises GrammarError for what is not enforced exactly, and for what is too much work.
 
-        llguidance cannot be stopped, so `deadline` is not looked at: its own limits of work end
-        what takes more than about a second.
+        `deadline` is that of the translator. llguidance itself cannot be stopped: its own limits of
+        work end what takes more than about a second. Other threads run meanwhile.
         """
         if not self._vocabulary.eos_token_ids:
             raise GrammarError(
                 "this model names no end token, so that a constrained answer could not end; add "
                 "eos_token_id to its generation_config.json"
             )
-        grammar, special_ids = self._grammar_of(spec)
+        text = self._translator.translate(spec, deadline=deadline)
         numbers = self._numbers if spec.kind in _JSON_KINDS else None
         allowed = self._ordinary.copy()
-        set_tokens(allowed, special_ids)
+        set_tokens(allowed, text.special_token_ids)
         compiled = LlguidanceGrammar(
-            partial(self._warm_matcher, grammar),
+            partial(self._warm_matcher, text.grammar),
             allowed,
             self._vocabulary.eos_token_ids,
             self._cuts,
             numbers,
-            num_chars=len(grammar),
+            num_chars=len(text.grammar),
         )
         self._rehearsal.run(compiled.matcher())
         return compiled
 
     def close(self) -> None:
-        """Nothing runs for it."""
+        self._translator.close()
 
     def _warm_matcher(self, grammar: str) -> "LLMatcher":
         """With its first mask and forced tokens computed: much of the work is done only then, and
@@ -146,62 +157,6 @@ class LlguidanceBackend:
         if not words.any():
             raise GrammarError(_UNSATISFIABLE)
         return matcher
-
-    def _grammar_of(self, spec: ConstraintSpec) -> tuple[str, list[int]]:
-        """In llguidance's notation, and the special tokens that it names."""
-        from llguidance import LLMatcher
-
-        match spec.kind:
-            case ConstraintKind.JSON_SCHEMA:
-                schema = json_grammar(parsed_json(spec.text), spec)
-                return LLMatcher.grammar_from_json_schema(schema), []
-            case ConstraintKind.REGEX:
-                _check_size(spec.text, "regular expression")
-                pattern = regex_text.python_to_rust(spec.text)
-                return LLMatcher.grammar_from_regex(pattern), []
-            case ConstraintKind.CHOICE:
-                return LLMatcher.grammar_from_lark(_choice_grammar(spec.text)), []
-            case ConstraintKind.LARK:
-                _check_size(spec.text, "grammar")
-                text = lark_text.with_json_rewritten(
-                    spec.text, lambda schema: json_grammar(schema, spec)
-                )
-                return self._lark_grammar(text)
-            case ConstraintKind.EBNF:
-                _check_size(spec.text, "grammar")
-                return self._lark_grammar(lark_text.from_gbnf(spec.text))
-            case ConstraintKind.STRUCTURAL_TAG:
-                return self._lark_grammar(self._structural_tag(spec))
-
-    def _structural_tag(self, spec: ConstraintSpec) -> str:
-        from sapwood.runtime.constraints import structural_tag
-
-        document = parsed_json(spec.text)
-        if not isinstance(document, Mapping):
-            raise GrammarError("a structural tag is a JSON object with a type and a format")
-        return structural_tag.to_lark(
-            document,
-            special_token_id=self._special_id_by_text.get,
-            json_schema=lambda schema: json_grammar(schema, spec),
-        )
-
-    def _lark_grammar(self, text: str) -> tuple[str, list[int]]:
-        from llguidance import LLMatcher
-
-        names = lark_text.special_tokens_in(text)
-        special = set(self._vocabulary.special_token_ids)
-        ids = {self._special_id_by_text[name] for name in names.texts if self._is_special(name)}
-        ids |= {i for first, last in names.ranges for i in special if first <= i <= last}
-        for token_id in ids.intersection(self._vocabulary.eos_token_ids):
-            text_of = self._vocabulary.token_bytes[token_id].decode(errors="replace")
-            raise GrammarError(
-                f"the grammar names {text_of}, which ends an answer; leave it out: an answer may "
-                "end wherever the grammar is complete"
-            )
-        return LLMatcher.grammar_from_lark(text), sorted(ids)
-
-    def _is_special(self, text: str) -> bool:
-        return text in self._special_id_by_text
 
 
 class LlguidanceGrammar:
@@ -486,21 +441,6 @@ def _limits() -> "LLParserLimits":
         max_grammar_size=200_000,
         verbose_errors=False,
     )
-
-
-def _choice_grammar(text: str) -> str:
-    """One terminal, so that the choices are one automaton."""
-    choices = read_choices(text)
-    options = " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices))
-    return f"start: CHOICE\nCHOICE: {options}"
-
-
-def _check_size(text: str, what: str) -> None:
-    num_bytes = len(text.encode(errors="replace"))
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise GrammarError(
-            f"the {what} has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken; shorten it"
-        )
 
 
 def _raise_error_of(matcher: "LLMatcher") -> None:
