@@ -5,7 +5,6 @@ constraint may be is checked by SamplingParams, which knows no fields: `GivenCon
 caller's word for "constraint" in its errors.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from sapwood.runtime.constraints import BACKENDS
 from sapwood.runtime.constraints.limits import WHITESPACE_KINDS
@@ -71,7 +70,7 @@ def _as_json_text(value: Any) -> Any:
         return value
     if not isinstance(value, dict):
         raise PydanticCustomError("json_text", "must be an object, or its JSON as a string")
-    return json.dumps(value, ensure_ascii=False)
+    return to_json(value).decode()
 
 
 def _as_backend(word: str) -> str | None:
@@ -150,7 +149,7 @@ class ResponseFormat(Wire):
             raise ApiError(
                 400, f"{at} must have either format, or structures and triggers", param=at
             )
-        return _tag_spec(json.dumps({"type": self.type} | document, ensure_ascii=False))
+        return _tag_spec(to_json({"type": self.type} | document).decode())
 
 
 class StructuredOutputs(Wire):

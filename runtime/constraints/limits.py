@@ -119,11 +119,12 @@ def _utf8_len(text: str) -> int | None:
 
 
 def _depth(value: Any) -> int:
-    """Levels of arrays and objects."""
+    """Levels of arrays and objects in what a JSON parser made: no other types are looked into."""
     level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, dict | list)]:
+    while level := [item for item in level if type(item) is dict or type(item) is list]:
         depth += 1
-        level = [
-            child for item in level for child in (item.values() if isinstance(item, dict) else item)
-        ]
+        below: list[Any] = []
+        for item in level:
+            below += item.values() if type(item) is dict else item
+        level = below
     return depth

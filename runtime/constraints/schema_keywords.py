@@ -615,17 +615,21 @@ def _property_counts(node: Node, found: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in counts.items() if v > 0 or (k == "maxProperties" and v == 0)}
 
 
-def children(schema: Any) -> Iterator[Any]:
+def children(schema: Any) -> list[Any]:
     """The schemas right below one that is written anew."""
+    found: list[Any] = []
     if not isinstance(schema, dict):
-        return
+        return found
     for keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
-        yield from schema.get(keyword, ())
+        if keyword in schema:
+            found += schema[keyword]
     for keyword in ("properties", "patternProperties"):
-        yield from schema.get(keyword, {}).values()
+        if keyword in schema:
+            found += schema[keyword].values()
     for keyword in ("items", "additionalProperties"):
         if keyword in schema:
-            yield schema[keyword]
+            found.append(schema[keyword])
+    return found
 
 
 def type_of(value: Any) -> str:

@@ -29,8 +29,8 @@ ALONE = (
 )
 
 
-# To read one takes some 20 us of the interpreter's time, which others in the process wait for.
-MAX_SCHEMAS = 5000
+# To read one takes some 25 us, and llguidance as much again: a call is answered within 0.25 s.
+MAX_SCHEMAS = 2500
 MAX_URI_LENGTH = 2048  # characters, of what a schema is called by
 
 
@@ -64,7 +64,7 @@ class Place:
         return "/".join((self.above.pointer, *escaped))
 
     def below(self, *steps: object) -> "Place":
-        return replace(self, above=self, steps=steps)
+        return Place(base=self.base, draft=self.draft, above=self, steps=steps)
 
     def error(self, keyword: str, problem: str) -> GrammarError:
         """`problem` has the fact and the way out."""
