@@ -142,6 +142,8 @@ TORCH_FREE = (
     "runtime/constraints/likely_cuts.py",
     "runtime/constraints/limits.py",
     "runtime/constraints/llguidance_backend.py",
+    "runtime/constraints/llguidance_grammar.py",
+    "runtime/constraints/llguidance_translator.py",
     "runtime/constraints/messages.py",
     "runtime/constraints/notation.py",
     "runtime/constraints/number_limit.py",

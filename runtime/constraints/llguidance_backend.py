@@ -103,7 +103,7 @@ class LlguidanceBackend:
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary, translator: Translator | None = None) -> None:
-        """`translator` is the backend's to close; None: all is translated on the caller's thread."""
+        """`translator` is the backend's to close; None: all is translated where it is compiled."""
         self._translator = translator or ThreadTranslator(SpecialTokens.of(vocabulary))
         self._vocabulary = vocabulary
         self._text_tokens = _TokenizerObject(vocabulary)

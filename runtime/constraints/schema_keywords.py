@@ -5,7 +5,7 @@ Knows nothing of documents; schemas below and references are read by whoever is 
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction

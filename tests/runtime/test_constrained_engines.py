@@ -1,9 +1,13 @@
 """What the faces of an engine do while constraints are compiled: nobody else waits for them."""
 
 import asyncio
+import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import httpx
 import pytest
@@ -17,11 +21,15 @@ from sapwood import (
     RequestOutput,
     SamplingParams,
 )
+from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.llguidance_backend import LlguidanceMatcher
+from sapwood.runtime.constraints.llguidance_translator import MAX_SHORT_CHARS
 from sapwood.runtime.constraints.spec import ConstraintSpec
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.server.app import create_app
 from tests.runtime.constraints.fakes import PATIENCE, FakeBackend, FakeMatcher, fake_compiler, until
 from tests.runtime.test_engine import assert_nothing_held
+from tests.server.helpers import events
 
 FREE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 OPTIONS = {"num_kv_blocks": 256, "max_num_seqs": 4, "check_invariants": True}
@@ -164,6 +172,90 @@ def test_one_constraint_that_fails_fails_its_call_before_anything_runs(
             await anext(engine.stream_all(["a", "b", "c"], samplings))
         assert engine.stats().num_steps == steps
         assert len(await engine.generate(["a", "b"], samplings[:2])) == 2
+
+    run(body)
+
+
+@pytest.mark.parametrize("method", ["fill_mask", "advance", "forced_tokens"])
+def test_over_http_a_grammar_that_fails_under_way_ends_its_own_requests_only(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    break_after(monkeypatch, method, num_tokens=5)
+    free = {"prompt": "A tree", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    held = {"prompt": "A", "max_tokens": 200, "temperature": 1, "seed": 1, "regex": "[ab]{200}"}
+
+    async def body() -> None:
+        transport = httpx.ASGITransport(app=create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+
+            async def post(**fields: object) -> httpx.Response:
+                return await client.post("/v1/completions", json=fields)
+
+            alone = (await post(**free)).json()["choices"]
+            beside, streamed, whole, other = await asyncio.gather(
+                post(**free, stream=True),
+                post(**held, stream=True),
+                post(**held),
+                post(**{**held, "regex": "[cd]{4}"}),
+            )
+        assert "".join(piece["choices"][0]["text"] for piece in events(beside)) == alone[0]["text"]
+        assert re.fullmatch("[cd]{4}", other.json()["choices"][0]["text"])
+        assert whole.status_code == 500
+        assert "cannot be followed any further" in whole.json()["error"]["message"]
+        assert "choices" not in whole.json()
+        *pieces, last = [
+            json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line
+        ]
+        assert re.fullmatch("[ab]{1,8}", "".join(p["choices"][0]["text"] for p in pieces))
+        assert not any(piece["choices"][0]["finish_reason"] for piece in pieces)
+        assert "cannot be followed any further" in last["error"]["message"]
+
+    run(body)
+    assert_nothing_held(engine)
+
+
+def break_after(monkeypatch: pytest.MonkeyPatch, method: str, *, num_tokens: int) -> None:
+    """Makes the default backend's matchers fail in a method once they took in so many tokens."""
+    num_taken: WeakKeyDictionary[LlguidanceMatcher, int] = WeakKeyDictionary()
+    advance, failing = LlguidanceMatcher.advance, getattr(LlguidanceMatcher, method)
+
+    def counted(matcher: LlguidanceMatcher, token_id: int) -> bool:
+        num_taken[matcher] = num_taken.get(matcher, 0) + 1
+        return advance(matcher, token_id)
+
+    def broken(matcher: LlguidanceMatcher, *arguments: Any) -> Any:
+        if num_taken.get(matcher, 0) >= num_tokens:
+            raise GrammarError("it is too complex")
+        return (counted if method == "advance" else failing)(matcher, *arguments)
+
+    monkeypatch.setattr(LlguidanceMatcher, "advance", counted)
+    monkeypatch.setattr(LlguidanceMatcher, method, broken)
+
+
+def test_a_large_schema_is_enforced_as_a_small_one_of_the_same_language(
+    engine: AsyncEngine,
+) -> None:
+    """What is translated in a process beside what is translated on a thread."""
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"enum": [i, i + 1]} for i in range(4)},
+        "required": [f"p{i}" for i in range(4)],
+        "additionalProperties": False,
+    }
+    large = {**schema, "description": "d" * 8 * MAX_SHORT_CHARS}
+
+    async def body() -> None:
+        samplings = [
+            SamplingParams(
+                temperature=1, seed=3, max_tokens=200, constraint=ConstraintSpec.json_schema(s)
+            )
+            for s in (schema, large)
+        ]
+        [small_answer], [large_answer] = [
+            output.outputs for output in await engine.generate(["A", "A"], samplings)
+        ]
+        assert large_answer.token_ids == small_answer.token_ids
+        assert json.loads(large_answer.text).keys() == schema["properties"].keys()
 
     run(body)
 
