@@ -94,6 +94,21 @@ class BoundedProcess:
         with self._lock:
             self._ready_child()
 
+    def is_ready(self) -> bool:
+        """Whether the function is loaded. Starts the process, if none runs; does not wait."""
+        child = self._child
+        if child is not None and child.is_ready:
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody else waits for it
+        try:
+            child = self._running_child()
+            return child.has_told() and self._ready_child().is_ready
+        except (WorkError, OSError):
+            return False
+        finally:
+            self._lock.release()
+
     def run(self, request: bytes, *, deadline: float) -> Answer:
         """The function's answer within `deadline` seconds. Raises WorkError.
 
@@ -193,6 +208,13 @@ class _Child:
         """Raises OSError where the process has ended."""
         assert self._process.stdin is not None
         write_frame(self._process.stdin.fileno(), message)
+
+    def has_told(self) -> bool:
+        """Whether there is something to receive, or the process has ended."""
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def receive(self, timeout: float) -> bytes:
         """One message. Raises TimeoutError, and BrokenPipeError where the process has ended."""

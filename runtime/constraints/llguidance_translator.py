@@ -64,7 +64,8 @@ class ThreadTranslator:
 
 
 class ProcessTranslator:
-    """Translates what is long in a process, one after the other."""
+    """Translates what may take long in a process, one after the other; until that has loaded what
+    it needs (0.2 s), on the thread: no deadline is spent on waiting for it."""
 
     def __init__(self, special: SpecialTokens) -> None:
         """Starts the process, and does not wait for it. Raises OSError where none can be."""
@@ -77,6 +78,10 @@ class ProcessTranslator:
         self._closed = False
         self._process.start()
 
+    def wait_until_ready(self) -> None:
+        """Until the process translates. Raises WorkError."""
+        self._process.wait_until_ready()
+
     @property
     def process_id(self) -> int | None:
         """Of the process, if it runs."""
@@ -84,7 +89,9 @@ class ProcessTranslator:
 
     def translate(self, spec: ConstraintSpec, *, deadline: float) -> LlguidanceText:
         """Raises WorkError where the process is at fault, and EngineClosedError after `close`."""
-        if not _may_take_long(spec.text):
+        if self._closed:
+            raise EngineClosedError("the engine is closed; make a new one")
+        if not _may_take_long(spec.text) or not self._process.is_ready():
             return self._in_thread.translate(spec, deadline=deadline)
         try:
             answer = self._process.run(_spec_to_bytes(spec), deadline=deadline)

@@ -22,8 +22,8 @@ from sapwood import (
     SamplingParams,
 )
 from sapwood.runtime.constraints.interface import GrammarError
-from sapwood.runtime.constraints.llguidance_backend import LlguidanceMatcher
-from sapwood.runtime.constraints.llguidance_translator import MAX_SHORT_CHARS
+from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
+from sapwood.runtime.constraints.llguidance_translator import MAX_SHORT_CHARS, ProcessTranslator
 from sapwood.runtime.constraints.spec import ConstraintSpec
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.server.app import create_app
@@ -32,7 +32,12 @@ from tests.runtime.test_engine import assert_nothing_held
 from tests.server.helpers import events
 
 FREE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-OPTIONS = {"num_kv_blocks": 256, "max_num_seqs": 4, "check_invariants": True}
+OPTIONS: dict[str, Any] = {
+    "num_kv_blocks": 256,
+    "max_num_seqs": 4,
+    "check_invariants": True,
+    "constraint_deadline_ms": 5000,
+}
 
 
 def held_to(text: str) -> SamplingParams:
@@ -243,6 +248,10 @@ def test_a_large_schema_is_enforced_as_a_small_one_of_the_same_language(
         "additionalProperties": False,
     }
     large = {**schema, "description": "d" * 8 * MAX_SHORT_CHARS}
+    backend = engine._compiler._backends.get("llguidance")
+    assert isinstance(backend, LlguidanceBackend)
+    assert isinstance(backend._translator, ProcessTranslator)
+    backend._translator.wait_until_ready()
 
     async def body() -> None:
         samplings = [

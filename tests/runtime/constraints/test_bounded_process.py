@@ -59,6 +59,27 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
+def test_it_tells_when_it_is_ready_and_is_started_by_the_question(process: BoundedProcess) -> None:
+    assert process.pid is None
+    assert not process.is_ready()
+    assert process.pid is not None
+    await_(process.is_ready)
+    assert answers(process)
+    assert process.is_ready()
+
+
+def test_what_cannot_be_loaded_or_is_closed_is_never_ready() -> None:
+    process = BoundedProcess(f"{TASKS}:broken", b"")
+    assert not process.is_ready()
+    pid = process.pid
+    assert pid is not None
+    await_(lambda: process.is_ready() or process.pid != pid)
+    assert not process.is_ready()
+    process.close()
+    assert not process.is_ready()
+    assert process.pid is None
+
+
 def test_it_is_started_by_the_first_call_only() -> None:
     process = BoundedProcess(f"{TASKS}:make_task", b"")
     assert process.pid is None

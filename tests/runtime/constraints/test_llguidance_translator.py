@@ -86,6 +86,7 @@ SLOW = of_json(K.JSON_SCHEMA, {"anyOf": [{"properties": {"a": {"const": i}}} for
 @pytest.fixture(scope="module")
 def translator() -> Iterator[ProcessTranslator]:
     translator = ProcessTranslator(SPECIAL)
+    translator.wait_until_ready()
     yield translator
     translator.close()
 
@@ -132,6 +133,23 @@ def test_a_process_refuses_what_a_thread_refuses_in_the_same_words(
     assert by_process.value.keyword == by_thread.value.keyword == keyword
 
 
+def test_what_comes_before_the_process_is_ready_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    translator = ProcessTranslator(SPECIAL)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(BoundedProcess, "run", must_not_run)
+            patched.setattr(BoundedProcess, "is_ready", lambda self: False)
+            assert translator.translate(LARGE, deadline=0.0) == in_thread(LARGE)
+        translator.wait_until_ready()
+        monkeypatch.setattr(BoundedProcess, "run", must_not_run)
+        with pytest.raises(AssertionError, match="the process was asked"):
+            translator.translate(LARGE, deadline=0.0)
+    finally:
+        translator.close()
+
+
 def test_what_takes_too_long_is_refused_and_the_next_is_translated(
     translator: ProcessTranslator,
 ) -> None:
@@ -146,12 +164,15 @@ def test_what_takes_too_long_is_refused_and_the_next_is_translated(
 def test_a_process_that_was_killed_is_not_the_constraints_fault_and_another_follows() -> None:
     translator = ProcessTranslator(SPECIAL)
     try:
-        translator.translate(LARGE, deadline=PATIENCE)
-        assert translator.process_id is not None
-        os.kill(translator.process_id, signal.SIGKILL)
+        translator.wait_until_ready()
+        pid = translator.process_id
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkError, match="ended from outside; send it again"):
             translator.translate(LARGE, deadline=PATIENCE)
         assert translator.translate(LARGE, deadline=PATIENCE) == in_thread(LARGE)
+        translator.wait_until_ready()
+        assert translator.process_id != pid
     finally:
         translator.close()
 
@@ -203,6 +224,8 @@ def test_a_backend_that_cannot_be_made_leaves_no_process(monkeypatch: pytest.Mon
 
 def test_the_backend_of_an_engine_enforces_large_constraints_as_one_without_a_process() -> None:
     backend = make_backend(VOCABULARY)
+    assert isinstance(backend._translator, ProcessTranslator)
+    backend._translator.wait_until_ready()
     try:
         for backend_of in (backend, LlguidanceBackend(VOCABULARY)):
             grammar = backend_of.compile(LARGE, deadline=PATIENCE)
