@@ -22,6 +22,10 @@ class Process:
         """The backend of every program that is run without one; None: none again."""
         self._default_backend = None if backend is None else as_backend(backend)
 
+    @property
+    def has_default_backend(self) -> bool:
+        return self._default_backend is not None
+
     def backend(self, backend: object = None) -> Backend:
         """`backend`, or the default one. Raises ProgramUsageError where there is neither."""
         if backend is not None:
