@@ -1,11 +1,12 @@
 """How a `gen` is asked of a backend: its options, its hints, and its answer whole or in pieces."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from sapwood.frontend_lang.backends.interface import Answer, Backend, Call, Prompt
+from sapwood.frontend_lang.healing import Healed, heal
 from sapwood.frontend_lang.nodes import ASSISTANT, Gen, Pause, Select
 from sapwood.frontend_lang.options import CONSTRAINTS, Options
 from sapwood.frontend_lang.statements import ForkPoint, ReasoningRule, Statement
@@ -103,33 +104,54 @@ def check_place(backend: Backend, transcript: Transcript) -> None:
         )
 
 
-async def generated(backend: Backend, prompt: Prompt, call: Call) -> list[Answer]:
-    """The whole answers. Raises what the backend raises, and EngineError where it gives none."""
-    answers = await backend.generate(prompt, call)
-    if not answers:
-        raise EngineError(f"{backend.name} gave no answer")
-    return answers
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A `gen` as it is put to a backend: a prompt, and the call with what healing changed in it."""
 
+    backend: Backend
+    prompt: Prompt
+    healed: Healed
 
-async def streamed(
-    backend: Backend, prompt: Prompt, call: Call, tell: Callable[[str, Mapping[str, Any]], None]
-) -> Answer:
-    """The whole answer, each piece of which was told as it came."""
-    texts: list[str] = []
-    reasoning: list[str] = []
-    last: Answer | None = None
-    # A generator closed here ends its request now, not when it is collected.
-    async with aclosing(backend.stream(prompt, call)) as pieces:  # type: ignore[type-var]
-        async for last in pieces:
-            texts.append(last.text)
-            reasoning.append(last.reasoning)
-            tell(last.text, last.meta)
-    if last is None:
-        raise EngineError(f"{backend.name} gave no answer")
-    return Answer(
-        text="".join(texts),
-        token_ids=last.token_ids,
-        reasoning="".join(reasoning),
-        finish_reason=last.finish_reason,
-        meta=last.meta,
-    )
+    @classmethod
+    async def of(cls, backend: Backend, transcript: Transcript, call: Call) -> "Question":
+        """Encodes what is pending in the transcript. A constraint may take its last tokens off: it
+        stays pending then, and the answer's tokens spell it, too."""
+        healed = Healed(token_ids=(), call=call)
+        if backend.encoder is not None and call.constraint is not None:
+            await transcript.settle_generated(backend.encoder)
+            healed = await heal(backend.encoder, transcript.token_ids, transcript.pending, call)
+        else:
+            await transcript.settle(backend.encoder)
+        return cls(backend, transcript.prompt(healed.token_ids), healed)
+
+    async def answers(self) -> list[Answer]:
+        """The whole answers. Raises what the backend raises, and EngineError if it gives none."""
+        answers = await self.backend.generate(self.prompt, self.healed.call)
+        if not answers:
+            raise self._no_answer()
+        return [self.healed.answer(answer) for answer in answers]
+
+    async def streamed(self, tell: Callable[[Answer], None]) -> Answer:
+        """The whole answer, each piece of which was told as it came. Raises as `answers` does."""
+        texts: list[str] = []
+        reasoning: list[str] = []
+        last: Answer | None = None
+        stream = self.backend.stream(self.prompt, self.healed.call)
+        async with aclosing(stream) as pieces:  # type: ignore[type-var]
+            async for last in self.healed.pieces(pieces):
+                texts.append(last.text)
+                reasoning.append(last.reasoning)
+                tell(last)
+        if last is None:
+            raise self._no_answer()
+        return replace(last, text="".join(texts), reasoning="".join(reasoning))
+
+    def add(self, answer: Answer, transcript: Transcript) -> None:
+        """Let the transcript go on with an answer."""
+        if answer.token_ids is None or self.healed.call.constraint is None:
+            transcript.add_generated(answer.text, answer.token_ids)
+        else:
+            transcript.add_joint(answer.text, self.healed.token_ids + answer.token_ids)
+
+    def _no_answer(self) -> EngineError:
+        return EngineError(f"{self.backend.name} gave no answer")

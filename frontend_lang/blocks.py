@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from sapwood.frontend_lang.nodes import Node, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd
 
 if TYPE_CHECKING:
-    from sapwood.frontend_lang.forks import ForkGroup
     from sapwood.frontend_lang.state import ProgramState
 
 
@@ -43,22 +42,3 @@ class ScopeBlock:
 
     def __exit__(self, *error: Any) -> None:
         self._state.append(ScopeEnd(self._name))
-
-
-class CopyBlock:
-    """A branch for the length of a `with` block; what it sets becomes lists of one."""
-
-    __slots__ = ("_group", "_offset", "_state")
-
-    def __init__(self, state: ProgramState, position_ids_offset: list[int] | None) -> None:
-        self._state = state
-        self._offset = position_ids_offset
-        self._group: ForkGroup | None = None
-
-    def __enter__(self) -> ProgramState:
-        self._group = self._state.fork(1, self._offset)
-        return self._group[0]
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is None and self._group is not None:
-            self._group.join()

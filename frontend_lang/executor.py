@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from sapwood.frontend_lang.answering import (
     Branch,
     Following,
+    Question,
     check_place,
-    generated,
     hints_of,
-    streamed,
 )
-from sapwood.frontend_lang.backends.interface import Answer, Call
+from sapwood.frontend_lang.backends.interface import Answer
 from sapwood.frontend_lang.choices import select
 from sapwood.frontend_lang.errors import Failure, Place
 from sapwood.frontend_lang.feed import Chunk, Feed
@@ -59,12 +58,13 @@ class Executor:
     """Performs the statements of one state, on the loop."""
 
     __slots__ = (
-        "_run", "_scopes", "branch", "feed", "steps", "transcript", "worker",
+        "_run", "_scopes", "_speculator", "branch", "feed", "steps", "transcript", "worker",
     )  # fmt: skip
 
     def __init__(self, run: ProgramRun, branch: Branch | None = None) -> None:
         self._run = run
         self.branch = branch
+        self._speculator = run.speculator()
         self._scopes: Mapping[str, int] = {}  # where in the text each open scope began
         self.worker = Worker(run.background, self)
         self.feed = Feed()
@@ -161,13 +161,12 @@ class Executor:
         self.feed.append(Chunk(self.transcript.text[before:]))
 
     async def _generate(self, node: Gen[Any], statement: Statement) -> Mapping[str, Any]:
-        backend, transcript = self._run.backend, self.transcript
-        check_place(backend, transcript)
-        await transcript.settle(backend.encoder)
+        check_place(self._run.backend, self.transcript)
         hints = self._hints(self._run.defaults.output_tokens(node))
         call = self._run.defaults.call(node, hints, statement.reasoning_rule)
-        answers = await self._answers(call, statement)
-        transcript.add_generated(answers[0].text, answers[0].token_ids)
+        question = await Question.of(self._run.backend, self.transcript, call)
+        answers = await self._answers(question, statement)
+        question.add(answers[0], self.transcript)
         if statement.reasoning is not None:
             statement.reasoning.settle(_one_or_list([answer.reasoning for answer in answers]))
         _settle(
@@ -177,20 +176,22 @@ class Executor:
         )
         return answers[0].meta
 
-    async def _answers(self, call: Call, statement: Statement) -> list[Answer]:
-        backend, prompt, variable = self._run.backend, self.transcript.prompt(), statement.variable
+    async def _answers(self, question: Question, statement: Statement) -> list[Answer]:
+        def tell(answer: Answer) -> None:
+            self.feed.append(Chunk(answer.text, statement.variable, answer.meta))
+
+        call = question.healed.call
+        if self._speculator is not None:
+            upcoming = [following.node for following in self.worker.queue]
+            answer = await self._speculator.answer(question.prompt, call, upcoming)
+            if answer is not None:
+                tell(answer)
+                return [answer]
         is_read_along = self._run.is_streamed or self.feed.is_read
         if is_read_along and (call.options.get("n") or 1) == 1:
-            return [
-                await streamed(
-                    backend,
-                    prompt,
-                    call,
-                    lambda text, meta: self.feed.append(Chunk(text, variable, meta)),
-                )
-            ]
-        answers = await generated(backend, prompt, call)
-        self.feed.append(Chunk(answers[0].text, variable, answers[0].meta))
+            return [await question.streamed(tell)]
+        answers = await question.answers()
+        tell(answers[0])
         return answers
 
     async def _select(self, node: Select, statement: Statement) -> Mapping[str, Any]:
@@ -208,7 +209,7 @@ class Executor:
         if selected.token_ids is None:
             transcript.add_generated(selected.text, None)
         else:
-            transcript.add_chosen(selected.text, selected.token_ids)
+            transcript.add_joint(selected.text, selected.token_ids)
         self.feed.append(Chunk(selected.text, statement.variable, selected.meta))
         _settle(statement, selected.text, selected.meta)
         return selected.meta

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, update_wrapper
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sapwood.frontend_lang.answering import Defaults
 from sapwood.frontend_lang.arguments import (
     RUN_DEFAULTS,
     Invocation,
     Parameters,
+    Settings,
     check_call,
     invocation_of,
     options_of,
 )
-from sapwood.frontend_lang.constraint import constraint_of_options
+from sapwood.frontend_lang.constraint import constraint_of_options, with_number_stops
 from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.running import ProgramRun
 from sapwood.frontend_lang.state import ProgramState
+
+if TYPE_CHECKING:
+    from sapwood.frontend_lang.backends.interface import Backend
 
 
 class Program:
@@ -38,25 +42,28 @@ class Program:
         self,
         function: Callable[..., Any],
         num_api_spec_tokens: int | None = None,
-        *,
         base: Invocation | None = None,
     ) -> None:
         self.function = function
         self.num_api_spec_tokens = num_api_spec_tokens
         self.parameters = Parameters.of(function)
-        self.base = base or Invocation(options=RUN_DEFAULTS)
+        self._base = base or Invocation(options=RUN_DEFAULTS)
         update_wrapper(cast(Any, self), function)
 
-    def bind(self, /, *args: Any, **arguments: Any) -> Self:
-        """The same program with some of its arguments given; those of `run` come on top."""
-        return self._over(self._invocation(args, arguments))
+    @property
+    def settings(self) -> Settings:
+        """What `bind` and `with_options` have settled for every run."""
+        return self._base.settings
 
-    def with_options(self, **options: Any) -> Self:
-        """The same program with other defaults of `run`, whatever its own parameters are called.
+    def bind(self, /, *args: Any, **arguments: Any) -> Program:
+        """The same program, always called with these arguments and options; those of `run` come on
+        top."""
+        return self._with(invocation_of(self.parameters, args, arguments))
 
-        Raises TypeError for an unknown option.
-        """
-        return self._over(options_of(options).over(self.base))
+    def with_options(self, /, **options: Any) -> Program:
+        """The same program with these options (`temperature=0`, `backend=...`), also where a
+        parameter of the program has such a name. Raises TypeError for an unknown one."""
+        return self._with(options_of(options))
 
     def run(self, /, *args: Any, **arguments: Any) -> ProgramState:
         """Run to the end, and return the state; with `stream=True` return it at once, to be read as
@@ -65,9 +72,9 @@ class Program:
         Works on any thread. Raises TypeError for arguments that do not fit, ProgramError for a
         statement that failed, and what the program raises itself.
         """
-        invocation = self._invocation(args, arguments)
-        execution = _Execution(self.function, invocation)
-        if invocation.settings.get("stream"):
+        given = self.invocation(args, arguments)
+        execution = _Execution(self, given)
+        if given.settings.get("stream"):
             execution.start()
         elif execution.is_async:
             PROCESS.background.run(execution.perform_async())
@@ -78,10 +85,10 @@ class Program:
     async def arun(self, /, *args: Any, **arguments: Any) -> ProgramState:
         """`run` for async callers, on any event loop. A program that is no `async def` runs on a
         thread of its own. To cancel it aborts its requests."""
-        invocation = self._invocation(args, arguments)
-        execution = _Execution(self.function, invocation)
+        given = self.invocation(args, arguments)
+        execution = _Execution(self, given)
         future = execution.start()
-        if not invocation.settings.get("stream"):
+        if not given.settings.get("stream"):
             try:
                 await asyncio.wrap_future(future)
             except asyncio.CancelledError as error:
@@ -96,31 +103,42 @@ class Program:
     def __repr__(self) -> str:
         return f"<Program {self.function.__qualname__}>"
 
-    def _invocation(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Invocation:
-        return invocation_of(self.parameters, args, arguments).over(self.base)
+    def invocation(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Invocation:
+        """What the program is called with. Raises TypeError, before anything runs."""
+        given = self._given(args, arguments)
+        check_call(self.function, given)
+        return given
 
-    def _over(self, base: Invocation) -> Self:
-        return type(self)(self.function, self.num_api_spec_tokens, base=base)
+    def begin(self, given: Invocation, backend: Backend | None = None) -> ProgramState:
+        """The state of a run that begins; `backend` instead of the one that is given."""
+        options = with_number_stops(given.options)
+        run = ProgramRun(
+            PROCESS.background,
+            backend or PROCESS.backend(given.settings.get("backend")),
+            Defaults(options=options, constraint=constraint_of_options(options)),
+            is_streamed=bool(given.settings.get("stream")),
+            num_api_spec_tokens=self.num_api_spec_tokens,
+        )
+        state = ProgramState(run)
+        run.background.post(state._executor.worker.begin)
+        return state
+
+    def _given(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Invocation:
+        return invocation_of(self.parameters, args, arguments).over(self._base)
+
+    def _with(self, layer: Invocation) -> Program:
+        return type(self)(self.function, self.num_api_spec_tokens, layer.over(self._base))
 
 
 class _Execution:
     """A program that is called: its state, and the ways to perform it."""
 
-    def __init__(self, function: Callable[..., Any], invocation: Invocation) -> None:
-        check_call(function, invocation)
-        settings, options = invocation.settings, invocation.options
-        run = ProgramRun(
-            PROCESS.background,
-            PROCESS.backend(settings.get("backend")),
-            Defaults(options=options, constraint=constraint_of_options(options)),
-            is_streamed=bool(settings.get("stream")),
-        )
-        self.state = ProgramState(run)
-        self.is_async = inspect.iscoroutinefunction(function)
-        self._call = partial(function, self.state, *invocation.positional, **invocation.arguments)
-        PROCESS.background.post(self.state._executor.worker.begin)
-        if (timeout := settings.get("timeout")) is not None:
-            run.limit(timeout)
+    def __init__(self, program: Program, given: Invocation) -> None:
+        self.state = program.begin(given)
+        self.is_async = inspect.iscoroutinefunction(program.function)
+        self._call = partial(program.function, self.state, *given.positional, **given.arguments)
+        if (timeout := given.settings.get("timeout")) is not None:
+            self.state._run.limit(timeout)
 
     def perform(self) -> None:
         """On this thread, to the end."""

@@ -15,6 +15,7 @@ from sapwood.frontend_lang.backends.interface import Backend
 from sapwood.frontend_lang.background import Background
 from sapwood.frontend_lang.errors import Failure, ProgramTimeoutError, ProgramUsageError
 from sapwood.frontend_lang.executor import Executor
+from sapwood.frontend_lang.speculation import Speculator
 from sapwood.frontend_lang.variables import Latch, Names
 
 
@@ -32,7 +33,9 @@ class ProgramRun:
         defaults: Defaults,
         *,
         is_streamed: bool = False,
+        num_api_spec_tokens: int | None = None,
     ) -> None:
+        self._num_api_spec_tokens = num_api_spec_tokens
         self.background = background
         self.backend = backend
         self.defaults = defaults
@@ -52,6 +55,12 @@ class ProgramRun:
         if not self.is_streamed:
             return True  # nobody else has the state before the end
         return self.background.is_current_thread or threading.get_ident() == self._thread_id
+
+    def speculator(self) -> Speculator | None:
+        """Of one state, where the program asks for speculation."""
+        if self._num_api_spec_tokens is None:
+            return None
+        return Speculator(self.backend, self._num_api_spec_tokens)
 
     def perform(self, program: Callable[[], Any]) -> Any:
         """Call a program on this thread, and wait for all that it appended. Raises ProgramError,

@@ -5,11 +5,11 @@ Appending never waits. Reading waits for what is read, and raises what went wron
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sapwood.frontend_lang.answering import Branch
-from sapwood.frontend_lang.blocks import CopyBlock, RoleBlock, ScopeBlock
+from sapwood.frontend_lang.blocks import RoleBlock, ScopeBlock
 from sapwood.frontend_lang.errors import ProgramError, ProgramUsageError, calling_place
 from sapwood.frontend_lang.executor import Executor
 from sapwood.frontend_lang.feed import Chunk, TextReader, VariableReader
@@ -27,7 +27,7 @@ from sapwood.frontend_lang.nodes import (
 from sapwood.frontend_lang.statements import ForkPoint, Look, Statement, statements_of
 from sapwood.frontend_lang.transcript import Transcript
 from sapwood.frontend_lang.values import parse_value
-from sapwood.frontend_lang.variables import Latch, Meta, Names, Variable
+from sapwood.frontend_lang.variables import Latch, Names, Variable
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.running import ProgramRun
@@ -50,6 +50,7 @@ class ProgramState:
         self._names = names or Names()
         self._nodes = dict(nodes or {})  # the gens that set variables, for their types
         self._executor = Executor(run, branch)
+        self._group: ForkGroup | None = None  # that it is a branch of
         self.ret_value: Any = None  # what the program returned
         run.names.append(self._names)
 
@@ -84,29 +85,19 @@ class ProgramState:
         return ScopeBlock(self, name)
 
     def fork(self, size: int = 1, position_ids_offset: list[int] | None = None) -> ForkGroup:
-        """Branches that each go on from here on their own. Costs nothing of the text before."""
-        if position_ids_offset is not None:
-            raise ProgramUsageError(
-                "position_ids_offset is not supported: branches see the positions of their text"
-            )
+        """Branches that each go on from here on their own. Costs nothing of the text before.
+
+        They begin when this state has done all that was appended to it before.
+        """
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ProgramUsageError(f"fork takes a whole number of branches from 1, not {size!r}")
-        branches = [
-            ProgramState(
-                self._run,
-                names=self._names.copy(),
-                nodes=self._nodes,
-                branch=Branch(index, size) if size > 1 else self._executor.branch,
-            )
-            for index in range(size)
-        ]
-        group = ForkGroup(self, branches)
-        self.append(ForkPoint(tuple(branch._executor for branch in branches)))
-        return group
+        return self._forked([ProgramState] * size, position_ids_offset)
 
-    def copy(self, position_ids_offset: list[int] | None = None) -> CopyBlock:
-        """`with s.copy() as t:` is a branch `t`, which is joined at the end of the block."""
-        return CopyBlock(self, position_ids_offset)
+    def copy(self, position_ids_offset: list[int] | None = None) -> StateCopy:
+        """A branch that goes on from here; `with s.copy() as t:` joins it at the end."""
+        [copy] = self._forked([StateCopy], position_ids_offset)
+        assert isinstance(copy, StateCopy)
+        return copy
 
     def set_var(self, name: str, value: Any) -> None:
         """Give a variable a value that no statement gives it."""
@@ -125,8 +116,9 @@ class ProgramState:
         """`s[name]` by SGLang's name."""
         return self[name]
 
-    def get_meta_info(self, name: str) -> Meta:
-        """What the backend told of an answer: counts, finish reason, log-probabilities."""
+    def get_meta_info(self, name: str) -> Any:
+        """What the backend told of an answer: counts, finish reason, log-probabilities, by SGLang's
+        names; a list of it for n > 1."""
         return self._waited(name).meta()
 
     @overload
@@ -211,6 +203,29 @@ class ProgramState:
 
     # For forks and programs
 
+    def _forked(
+        self, kinds: Sequence[type[ProgramState]], position_ids_offset: list[int] | None
+    ) -> ForkGroup:
+        if position_ids_offset is not None:
+            raise ProgramUsageError(
+                "position_ids_offset is not supported: a branch has the positions of its text"
+            )
+        size = len(kinds)
+        branches = [
+            kind(
+                self._run,
+                names=self._names.copy(),
+                nodes=self._nodes,
+                branch=Branch(index, size) if size > 1 else self._executor.branch,
+            )
+            for index, kind in enumerate(kinds)
+        ]
+        group = ForkGroup(self, branches)
+        for branch in branches:
+            branch._group = group
+        self.append(ForkPoint(tuple(branch._executor for branch in branches)))
+        return group
+
     def _chunks(self, var_name: str | None) -> Iterator[Chunk]:
         reader = self._reader(var_name)
         while (step := reader.step()) is not None:
@@ -264,6 +279,18 @@ class ProgramState:
                 self._nodes.pop(variable.name, None)
         if isinstance(statement.node, Gen) and statement.node.name is not None:
             self._nodes[statement.node.name] = statement.node
+
+
+class StateCopy(ProgramState):
+    """The branch that `copy()` gives. As a `with` block it is joined at the end: what it has set
+    becomes lists of one."""
+
+    def __enter__(self) -> ProgramState:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None and self._group is not None:
+            self._group.join()
 
 
 def _name_of(node: Gen[Any] | Select | str) -> str:

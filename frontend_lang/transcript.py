@@ -85,9 +85,9 @@ class Transcript:
             self._pending = (*self._pending, token_ids)
         self._content += text
 
-    def add_chosen(self, text: str, token_ids: TokenIds) -> None:
-        """An answer whose tokens spell what is pending, too; it may share a token with that."""
-        self.changes.append(lambda other: other.add_constant(text))
+    def add_joint(self, text: str, token_ids: TokenIds) -> None:
+        """An answer whose tokens spell what is pending as well, as one may have some of both."""
+        self.changes.append(lambda other: other.add_generated(text, None))
         self.text += text
         self._content += text
         self._pending = (token_ids,)
@@ -132,11 +132,11 @@ class Transcript:
         await self._settle(encoder, self._pending[:split])
         self._pending = self._pending[split:]
 
-    def prompt(self) -> Prompt:
-        """What an answer would continue, after `settle`."""
+    def prompt(self, pending_ids: TokenIds = ()) -> Prompt:
+        """What an answer would continue. `pending_ids` are the tokens of what is not settled."""
         return Prompt(
             text=self.text,
-            token_ids=self.token_ids if self._has_tokens else None,
+            token_ids=self.token_ids + pending_ids if self._has_tokens else None,
             messages=self.messages,
         )
 
