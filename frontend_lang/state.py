@@ -6,7 +6,7 @@ Appending never waits. Reading waits for what is read, and raises what went wron
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from sapwood.frontend_lang.answering import Branch
 from sapwood.frontend_lang.blocks import RoleBlock, ScopeBlock
@@ -56,7 +56,7 @@ class ProgramState:
 
     # Appending
 
-    def __iadd__(self, node: Node | str) -> ProgramState:
+    def __iadd__(self, node: Node | str) -> Self:
         self.append(node)
         return self
 
