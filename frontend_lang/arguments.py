@@ -1,58 +1,143 @@
-"""Which arguments of `run` are the program's own, and which say how to run it."""
+"""Whose a keyword of `run(...)` is: the program's, an option of its answers, or of the run.
+
+A program's own parameters come first, whatever they are called; `with_options(...)` reaches an
+option that a parameter hides.
+"""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from sapwood.frontend_lang.options import OPTION_NAMES, Options, given
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType({"max_tokens": 128, "temperature": 1.0})
-_ALIASES: Mapping[str, str] = MappingProxyType({"max_new_tokens": "max_tokens"})
-_CONTROLS = frozenset({"backend", "stream", "timeout"})
+if TYPE_CHECKING:
+    from sapwood.frontend_lang.backends.interface import Backend
+
+
+class Settings(TypedDict, total=False):
+    """How a program is run, beside the options of its answers."""
+
+    backend: "Backend | None"
+    stream: bool  # return at once; the texts are read while they come
+    timeout: float | None  # seconds of the whole run
+    use_thread: bool  # SGLang's; nothing here needs a thread of its own, so it changes nothing
+
+
+SETTING_NAMES = frozenset(Settings.__annotations__)
+ALIASES: Mapping[str, str] = MappingProxyType({"max_new_tokens": "max_tokens"})
+RUN_DEFAULTS: Options = {"max_tokens": 128}  # SGLang's
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a program behind its state."""
+
+    names: tuple[str, ...]
+    takes_any: bool  # it has **keywords: they take what nobody else knows
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Parameters":
+        """Raises TypeError where there is no parameter for the state."""
+        parameters = list(inspect.signature(function).parameters.values())
+        if not parameters or parameters[0].kind not in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            raise TypeError(
+                f"{function.__qualname__} needs a first parameter for its state, as in "
+                f"def {function.__name__}(s, question)"
+            )
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return cls(
+            tuple(each.name for each in parameters[1:] if each.kind in named),
+            any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunArguments:
-    """The arguments of one run, sorted."""
+class Invocation:
+    """What a program is called with. Layers (`bind`, `with_options`, `run`) are joined by
+    `over`."""
 
-    of_program: Mapping[str, Any]
+    positional: Sequence[Any] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Options = field(default_factory=lambda: Options())
-    backend: object = None
-    stream: bool = False
-    timeout: float | None = None
+    settings: Settings = field(default_factory=lambda: Settings())
+
+    def over(self, base: "Invocation") -> "Invocation":
+        """Both, where this one has the say."""
+        return Invocation(
+            positional=(*base.positional, *self.positional),
+            arguments={**base.arguments, **self.arguments},
+            options=cast(Options, {**base.options, **self.options}),
+            settings=cast(Settings, {**base.settings, **self.settings}),
+        )
 
 
-def sorted_arguments(
-    parameters: Sequence[inspect.Parameter], arguments: Mapping[str, Any]
-) -> RunArguments:
-    """A name of the program's own parameters is always the program's.
-
-    Raises TypeError for a name that is neither that, nor an option.
-    """
-    own = {parameter.name for parameter in parameters}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    of_program: dict[str, Any] = {}
-    controls: dict[str, Any] = {}
-    options: dict[str, Any] = dict(DEFAULTS)
-    for name, value in arguments.items():
-        if name in own:
-            of_program[name] = value
-        elif name in _CONTROLS:
-            controls[name] = value
-        elif _ALIASES.get(name, name) in OPTION_NAMES:
-            options[_ALIASES.get(name, name)] = value
-        elif takes_any:
-            of_program[name] = value
-        else:
-            raise TypeError(_unknown(name, own))
-    return RunArguments(of_program=of_program, options=given(options), **controls)
+def invocation_of(
+    parameters: Parameters, positional: Sequence[Any], named: Mapping[str, Any]
+) -> Invocation:
+    """Every keyword to whom it belongs. Raises TypeError for a name that nobody has."""
+    own = {name: value for name, value in named.items() if name in parameters.names}
+    rest = {name: value for name, value in named.items() if name not in own}
+    if parameters.takes_any:
+        own |= {name: value for name, value in rest.items() if not _is_known(name)}
+        rest = {name: value for name, value in rest.items() if name not in own}
+    options = options_of(rest, also_known=parameters.names)
+    return Invocation(
+        positional=tuple(positional),
+        arguments=own,
+        options=options.options,
+        settings=options.settings,
+    )
 
 
-def _unknown(name: str, own: set[str]) -> str:
-    near = get_close_matches(name, own | OPTION_NAMES | _CONTROLS | set(_ALIASES), n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    listed = ", ".join(sorted(own)) or "none"
-    return f"{name!r} is neither an argument of the program (it has {listed}) nor an option{hint}"
+def options_of(named: Mapping[str, Any], *, also_known: Iterable[str] = ()) -> Invocation:
+    """Options and settings by name, none of the program's. Raises TypeError for others, which
+    names what is near, `also_known` too."""
+    for name in named:
+        if not _is_known(name):
+            raise TypeError(_unknown(name, also_known))
+    settings = {name: value for name, value in named.items() if name in SETTING_NAMES}
+    _check_timeout(settings.get("timeout"))
+    options: dict[str, Any] = {}
+    for name, value in named.items():
+        if name in settings:
+            continue
+        if ALIASES.get(name) in named:
+            raise TypeError(f"{name} is {ALIASES[name]} by another name; give one of them")
+        options[ALIASES.get(name, name)] = value
+    return Invocation(options=given(options), settings=cast(Settings, settings))
+
+
+def check_call(function: Callable[..., Any], invocation: Invocation) -> None:
+    """Raises TypeError where the program's own arguments are missing or doubled."""
+    try:
+        inspect.signature(function).bind(None, *invocation.positional, **invocation.arguments)
+    except TypeError as error:
+        raise TypeError(f"{function.__qualname__}: {error}") from None
+
+
+def _is_known(name: str) -> bool:
+    return name in OPTION_NAMES or name in SETTING_NAMES or name in ALIASES
+
+
+def _unknown(name: str, parameters: Iterable[str]) -> str:
+    own = tuple(parameters)
+    what = "argument or option" if own else "option"
+    near = get_close_matches(name, [*own, *sorted(OPTION_NAMES | SETTING_NAMES), *ALIASES], n=3)
+    if near:
+        return f"unknown {what} {name!r}; did you mean {' or '.join(near)}?"
+    takes = f"the program takes {', '.join(own)}; " if own else ""
+    return f"unknown {what} {name!r}; {takes}options are {', '.join(sorted(OPTION_NAMES))}"
+
+
+def _check_timeout(timeout: object) -> None:
+    if timeout is None:
+        return
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not timeout > 0:  # type: ignore[operator]
+        raise TypeError(f"timeout is a number of seconds above 0, not {timeout!r}")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from sapwood.frontend_lang.errors import ProgramUsageError
+
 T = TypeVar("T")
 
 _CLOSE_SECONDS = 2.0  # how long a backend may take to end what is cancelled
@@ -28,6 +30,10 @@ class Background:
     """An event loop on a daemon thread, and the ways to it from other threads."""
 
     def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)  # it has no threads of its parent
+
+    def _forget(self) -> None:
         self._inbox: deque[Callable[[], object]] = deque()
         self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,7 +76,13 @@ class Background:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, and wait for it. Not from the loop."""
+        """Run a coroutine on the loop, and wait for it. Raises ProgramUsageError on the loop."""
+        if self.is_current_thread:
+            coroutine.close()
+            raise ProgramUsageError(
+                "this would wait for the event loop that it runs on; in an async program write "
+                "await program.arun(...)"
+            )
         future = self.start(coroutine)
         try:
             return future.result()
@@ -79,7 +91,9 @@ class Background:
             raise
 
     def close(self) -> None:
-        """Cancel all that runs, and end the thread. A later call starts a new one."""
+        """Abort all that runs, and end the thread. A later call starts a new one."""
+        for run in tuple(self._runs):
+            run.abort(ProgramUsageError("the process is closing"))
         with self._start_lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
@@ -87,9 +101,7 @@ class Background:
         if loop is None or thread is None:
             return
         atexit.unregister(self.close)
-        for run in tuple(self._runs):
-            run.abort(RuntimeError("the process is closing"))
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(loop.stop)  # after what was posted before
         if threading.current_thread() is not thread:
             thread.join(2 * _CLOSE_SECONDS)
 
@@ -108,11 +120,6 @@ class Background:
             )
             self._thread.start()
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        """A forked process has none of its parent's threads."""
-        self.__init__()  # type: ignore[misc]
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -90,7 +90,7 @@ class Failure:
 
 # The modules whose frames stand between a program and the interpreter.
 _OWN_MODULES = frozenset(
-    f"sapwood.frontend_lang.{name}" for name in ("blocks", "errors", "forks", "state", "statements")
+    f"sapwood.frontend_lang.{name}" for name in ("blocks", "errors", "forks", "state")
 )
 
 

@@ -1,192 +1,130 @@
-"""The interpreter of nodes: one executor for each state.
+"""The interpreter of nodes: what each of them does to the state that it was appended to."""
 
-A program's thread appends statements; a task on the loop performs them in order, while there are
-any. A statement that fails fails all that follow, and those that come later fail as they come, so
-nothing waits for what is dead.
-"""
+from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sapwood.frontend_lang.backends.interface import Answer, Call
-from sapwood.frontend_lang.errors import Failure
+from sapwood.frontend_lang.answering import (
+    Branch,
+    Following,
+    Question,
+    check_place,
+    hints_of,
+)
+from sapwood.frontend_lang.backends.interface import Answer
+from sapwood.frontend_lang.choices import select
+from sapwood.frontend_lang.errors import Failure, Place
 from sapwood.frontend_lang.feed import Chunk, Feed
 from sapwood.frontend_lang.nodes import (
-    ASSISTANT,
     Constant,
     Gen,
+    Node,
     Pause,
     RoleBegin,
     RoleEnd,
     ScopeBegin,
     ScopeEnd,
     Select,
+    Value,
 )
-from sapwood.frontend_lang.options import CONSTRAINTS, Options
-from sapwood.frontend_lang.statements import ForkPoint, Look, Statement
+from sapwood.frontend_lang.statements import Append, ForkPoint, Look, Statement
 from sapwood.frontend_lang.transcript import Transcript, plain_role_text
-from sapwood.frontend_lang.variables import Latch, Variable
-from sapwood.runtime.constraints.spec import ConstraintSpec
+from sapwood.frontend_lang.variables import Variable
+from sapwood.frontend_lang.worker import Worker
 from sapwood.runtime.errors import RequestError
 from sapwood.runtime.hints import Hints
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.running import ProgramRun
 
-_NOT_SAMPLING = frozenset((*CONSTRAINTS, "output_tokens"))  # told by a constraint and by hints
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """Which of how many siblings a state is."""
+class Step(NamedTuple):
+    """A statement that was performed. `text` is what it added, `meta` what a backend told of it;
+    `begin` and `end` are seconds of `time.perf_counter`."""
 
-    index: int
-    size: int
+    node: Node
+    place: Place | None
+    text: str
+    begin: float
+    end: float
+    meta: Mapping[str, Any]
 
 
 class Executor:
-    """Performs the statements of one state.
-
-    `submit` and `fail` may be called from any thread; all else runs on the loop. Until `begin` a
-    branch only collects its statements.
-    """
+    """Performs the statements of one state, on the loop."""
 
     __slots__ = (
-        "_branch", "_current", "_is_woken", "_queue", "_run", "_scopes", "_task", "failure",
-        "feed", "fork_text_len", "transcript",
+        "_run", "_scopes", "_speculator", "branch", "feed", "steps", "transcript", "worker",
     )  # fmt: skip
 
-    def __init__(self, run: "ProgramRun", branch: Branch | None = None) -> None:
+    def __init__(self, run: ProgramRun, branch: Branch | None = None) -> None:
         self._run = run
-        self._branch = branch
-        self._queue: deque[Statement] = deque()
-        self._current: Statement | None = None
-        self._is_woken = True  # the loop looks at the queue before this is False
-        self._task: asyncio.Task[None] | None = None
-        self._scopes: dict[str, int] = {}  # where in the text each open scope began
-        self.failure: Failure | None = None
+        self.branch = branch
+        self._speculator = run.speculator()
+        self._scopes: Mapping[str, int] = {}  # where in the text each open scope began
+        self.worker = Worker(run.background, self)
         self.feed = Feed()
+        self.steps: list[Step] = []
         self.transcript = Transcript(has_tokens=run.backend.encoder is not None)
-        self.fork_text_len = 0
         run.executors.append(self)
 
-    def submit(self, statement: Statement) -> None:
-        """Perform a statement after those before it."""
-        self._queue.append(statement)
-        if self.failure is not None:
-            self._fail_queued(self.failure)
-        elif not self._is_woken:
-            self._is_woken = True
-            self._run.background.post(self._wake)
-
-    def fail(self, failure: Failure) -> None:
-        """End everything that is not done yet; the first failure stays."""
-        if self.failure is None:
-            self.failure = failure
-        current = self._current
-        if current is not None:
-            current.fail(self.failure)
-        self._fail_queued(self.failure)
-        self.feed.close(self.failure)
-
-    def cancel(self) -> None:
-        """End the request under way, on the loop; `fail` comes first."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def drained(self) -> Latch:
-        """Opens when all that was submitted is done, or has failed."""
-        if not self._is_woken or self.failure is not None:
-            done = Latch()
-            done.open()
-            return done
-        mark = Variable(None)
-        self.submit(Statement(Look(lambda transcript: None), None, mark))
-        return mark.latch
-
-    def begin(self) -> None:
-        """Start with what was submitted so far; from any thread."""
-        self._run.background.post(self._wake)
-
-    def begin_from(self, parent: "Executor") -> None:
+    def begin_from(self, parent: Executor) -> None:
         """Start as a branch of another state, with all that it has said so far."""
         self.transcript = parent.transcript.copy()
-        self._scopes = dict(parent._scopes)
-        self.fork_text_len = len(self.transcript.text)
+        self._scopes = parent._scopes
         self.feed.append(Chunk(self.transcript.text))
-        self._wake()
+        self.worker.begin()
 
-    def _wake(self) -> None:
-        if self._task is None and not self._rest():
-            self._task = asyncio.get_running_loop().create_task(self._work())
-            self._task.add_done_callback(self._stop)
+    def close(self, failure: Failure) -> None:
+        """The state is dead: who reads along is told."""
+        self.feed.close(failure)
 
-    def _rest(self) -> bool:
-        """Go idle, unless there is something to do."""
-        if not self._queue:
-            self._is_woken = False
-            if not self._queue:  # what was submitted before that line woke nobody
-                return True
-            self._is_woken = True
-        return False
+    async def perform(self, statement: Statement) -> None:
+        """Do what a statement says. Raises whatever goes wrong with it."""
+        if isinstance(statement.node, Look):
+            _settle(statement, statement.node.question(self.transcript))
+            return
+        text_len, begin = len(self.transcript.text), perf_counter()
+        meta = await self._perform(statement.node, statement)
+        text = self.transcript.text[text_len:]
+        self.steps.append(
+            Step(statement.node, statement.place, text, begin, perf_counter(), meta or {})
+        )
 
-    async def _work(self) -> None:
-        while not self._rest():
-            self._current = statement = self._queue.popleft()
-            if self.failure is not None:
-                statement.fail(self.failure)
-                continue
-            try:
-                await self._perform(statement)
-            except asyncio.CancelledError as error:
-                self.fail(Failure(error, statement.place))
-                raise
-            except BaseException as error:  # whatever it is, nobody may wait for it
-                self.fail(Failure(error, statement.place))
-            self._current = None
-
-    def _stop(self, task: "asyncio.Task[None]") -> None:
-        self._task = None
-        if task.cancelled():
-            self.fail(Failure(asyncio.CancelledError("the request was cancelled"), None))
-        elif self._queue:
-            self._wake()
-
-    def _fail_queued(self, failure: Failure) -> None:
-        while self._queue:
-            try:
-                statement = self._queue.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            statement.fail(failure)
-
-    async def _perform(self, statement: Statement) -> None:
-        node = statement.node
+    async def _perform(self, node: Node, statement: Statement) -> Mapping[str, Any] | None:
         match node:
             case Constant(text=text):
                 self._say(text)
             case Gen():
-                await self._generate(node, statement)
+                return await self._generate(node, statement)
+            case Select():
+                return await self._select(node, statement)
             case RoleBegin(role=role):
                 await self._begin_role(role)
             case RoleEnd(role=role):
-                self._grow(lambda: self.transcript.end_role(role))
+                self._end_role(role)
             case ScopeBegin(name=name):
-                self._scopes[name] = len(self.transcript.text)
-            case ScopeEnd():
-                self._end_scope(node, statement)
+                self._scopes = {**self._scopes, name: len(self.transcript.text)}
+            case ScopeEnd(name=name):
+                _settle(statement, self._scope_text(name))
             case ForkPoint(branches=branches):
                 for branch in branches:
                     branch.begin_from(self)
-            case Look(question=question):
-                _settle(statement, question(self.transcript))
+            case Append(branches=branches):
+                for branch in branches:
+                    await self._append(branch)
+            case Value(source=Variable() as variable):
+                await variable.latch.wait_async()
+                self._say(str(variable.value()))
             case Pause():
-                pass  # it was told with the answer before it
+                pass  # told with the answer before it
             case _:
                 raise RequestError(f"{type(node).__name__} cannot be appended to a program")
+        return None
 
     def _say(self, text: str) -> None:
         self.transcript.add_constant(text)
@@ -197,32 +135,38 @@ class Executor:
         if encoder is None:
             around = plain_role_text(role)
         else:
-            around = await encoder.role_text((*self.transcript.roles, role))
-        self._grow(lambda: self.transcript.begin_role(role, around))
+            roles = (*(message["role"] for message in self.transcript.messages), role)
+            around = await encoder.role_text(roles)
+        self.transcript.begin_role(role, around)
+        self.feed.append(Chunk(around.prefix))
 
-    def _grow(self, change: Any) -> None:
-        """Make a change to the transcript, and tell the feed what it added."""
+    def _end_role(self, role: str) -> None:
         before = len(self.transcript.text)
-        change()
+        self.transcript.end_role(role)
         self.feed.append(Chunk(self.transcript.text[before:]))
 
-    def _end_scope(self, node: ScopeEnd, statement: Statement) -> None:
-        begin = self._scopes.pop(node.name, None)
+    def _scope_text(self, name: str) -> str:
+        begin = self._scopes.get(name)
         if begin is None:
-            raise RequestError(f"scope {node.name!r} ends, but did not begin")
-        _settle(statement, self.transcript.text[begin:])
+            raise RequestError(f"the scope {name!r} ends, but has not begun")
+        return self.transcript.text[begin:]
 
-    async def _generate(self, node: Gen[Any], statement: Statement) -> None:
-        self._check_place_of_gen()
-        await self.transcript.settle(self._run.backend.encoder)
-        call = self._call(node, statement)
-        if self._streams(call.options):
-            answer = await self._stream(call, statement)
-            answers = [answer]
-        else:
-            answers = await self._run.backend.generate(self.transcript.prompt(), call)
-            self.feed.append(Chunk(answers[0].text, statement.variable, answers[0].meta))
-        self.transcript.add_generated(answers[0].text, answers[0].token_ids)
+    async def _append(self, branch: Executor) -> None:
+        """What a branch has said since its fork, as a continuation of this state."""
+        await branch.worker.drained().wait_async()
+        if branch.worker.failure is not None:
+            raise branch.worker.failure.error()
+        before = len(self.transcript.text)
+        self.transcript.repeat(branch.transcript.changes)
+        self.feed.append(Chunk(self.transcript.text[before:]))
+
+    async def _generate(self, node: Gen[Any], statement: Statement) -> Mapping[str, Any]:
+        check_place(self._run.backend, self.transcript)
+        hints = self._hints(self._run.defaults.output_tokens(node))
+        call = self._run.defaults.call(node, hints, statement.reasoning_rule)
+        question = await Question.of(self._run.backend, self.transcript, call)
+        answers = await self._answers(question, statement)
+        question.add(answers[0], self.transcript)
         if statement.reasoning is not None:
             statement.reasoning.settle(_one_or_list([answer.reasoning for answer in answers]))
         _settle(
@@ -230,89 +174,49 @@ class Executor:
             _one_or_list([answer.text for answer in answers]),
             _one_or_list([answer.meta for answer in answers]),
         )
+        return answers[0].meta
 
-    async def _stream(self, call: Call, statement: Statement) -> Answer:
-        """The whole answer, whose pieces were told as they came."""
-        pieces = []
-        async for piece in self._run.backend.stream(self.transcript.prompt(), call):
-            pieces.append(piece)
-            self.feed.append(Chunk(piece.text, statement.variable, piece.meta))
-        if not pieces:
-            raise RequestError("the backend ended a stream before its first piece")
-        return Answer(
-            text="".join(piece.text for piece in pieces),
-            token_ids=pieces[-1].token_ids,
-            reasoning="".join(piece.reasoning for piece in pieces),
-            finish_reason=pieces[-1].finish_reason,
-            meta=pieces[-1].meta,
-        )
+    async def _answers(self, question: Question, statement: Statement) -> list[Answer]:
+        def tell(answer: Answer) -> None:
+            self.feed.append(Chunk(answer.text, statement.variable, answer.meta))
 
-    def _streams(self, options: Options) -> bool:
-        is_wanted = self._run.is_streamed or self.feed.is_read
-        return is_wanted and (options.get("n") or 1) == 1
+        call = question.healed.call
+        if self._speculator is not None:
+            upcoming = [following.node for following in self.worker.queue]
+            answer = await self._speculator.answer(question.prompt, call, upcoming)
+            if answer is not None:
+                tell(answer)
+                return [answer]
+        is_read_along = self._run.is_streamed or self.feed.is_read
+        if is_read_along and (call.options.get("n") or 1) == 1:
+            return [await question.streamed(tell)]
+        answers = await question.answers()
+        tell(answers[0])
+        return answers
 
-    def _check_place_of_gen(self) -> None:
+    async def _select(self, node: Select, statement: Statement) -> Mapping[str, Any]:
         backend, transcript = self._run.backend, self.transcript
-        if not backend.chat_only:
-            return
-        if transcript.role != ASSISTANT:
-            raise RequestError(
-                f"{backend.name} answers with an assistant's message only; write "
-                "s += assistant(gen(...))"
-            )
-        if transcript.loose_text:
-            raise RequestError(
-                f"{backend.name} takes messages only, and {transcript.loose_text!r} is in none; "
-                "write s += user(...) or system(...) around it"
-            )
-
-    def _call(self, node: Gen[Any], statement: Statement) -> Call:
-        merged = {**self._run.defaults, **node.options}
-        rule = statement.reasoning_rule
-        return Call(
-            options=cast(
-                Options, {name: merged[name] for name in merged if name not in _NOT_SAMPLING}
-            ),
-            constraint=self._constraint(node),
-            hints=self._hints(merged),
-            separate_reasoning=rule is not None,
-            reasoning_type=rule.model_type if rule else None,
+        await transcript.settle_generated(backend.encoder)
+        selected = await select(
+            backend,
+            transcript.prompt(),
+            node.choices,
+            node.method,
+            settled=transcript.token_ids,
+            pending=transcript.pending,
+            hints=self._hints(),
         )
+        if selected.token_ids is None:
+            transcript.add_generated(selected.text, None)
+        else:
+            transcript.add_joint(selected.text, selected.token_ids)
+        self.feed.append(Chunk(selected.text, statement.variable, selected.meta))
+        _settle(statement, selected.text, selected.meta)
+        return selected.meta
 
-    def _constraint(self, node: Gen[Any]) -> ConstraintSpec | None:
-        return node.constraint or self._run.default_constraint
-
-    def _hints(self, options: Mapping[str, Any]) -> Hints:
-        branch, following = self._branch, self._following()
-        return Hints(
-            program_id=self._run.program_id,
-            fork_size=branch.size if branch else following.fork_size,
-            fork_index=branch.index if branch else None,
-            more_follows=following.is_more,
-            idle_seconds=following.idle_seconds,
-            output_tokens=options.get("output_tokens"),
-        )
-
-    def _following(self) -> "_Following":
-        """What is known of the statements after the current one."""
-        idle_seconds = None
-        for statement in tuple(self._queue):
-            match statement.node:
-                case Pause(seconds=seconds):
-                    idle_seconds = (idle_seconds or 0.0) + seconds
-                case ForkPoint(branches=branches):
-                    return _Following(True, len(branches), idle_seconds)
-                case Gen() | Select():
-                    return _Following(True, None, idle_seconds)
-        is_more = not self._run.has_returned or idle_seconds is not None
-        return _Following(is_more, None, idle_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Following:
-    is_more: bool
-    fork_size: int | None
-    idle_seconds: float | None
+    def _hints(self, output_tokens: int | None = None) -> Hints:
+        following = Following.of(self.worker.queue, may_grow=not self._run.has_returned)
+        return hints_of(self._run.program_id, self.branch, following, output_tokens)
 
 
 def _settle(statement: Statement, value: Any, meta: Any = None) -> None:
@@ -320,5 +224,5 @@ def _settle(statement: Statement, value: Any, meta: Any = None) -> None:
         statement.variable.settle(value, meta)
 
 
-def _one_or_list(values: list[Any]) -> Any:
+def _one_or_list(values: list[T]) -> T | list[T]:
     return values[0] if len(values) == 1 else values

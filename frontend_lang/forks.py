@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sapwood.frontend_lang.errors import ProgramUsageError
 from sapwood.frontend_lang.nodes import Node
 from sapwood.frontend_lang.statements import Append
-from sapwood.frontend_lang.variables import Variable
+from sapwood.frontend_lang.variables import Gathered
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.state import ProgramState
@@ -22,7 +22,7 @@ class ForkGroup(Sequence["ProgramState"]):
     def __init__(self, parent: ProgramState, branches: list[ProgramState]) -> None:
         self._parent = parent
         self._branches = branches
-        self._names_before = frozenset(parent._names)
+        self._names_before = parent._names.copy()
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -30,7 +30,13 @@ class ForkGroup(Sequence["ProgramState"]):
     def __iter__(self) -> Iterator[ProgramState]:
         return iter(self._branches)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int) -> ProgramState: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[ProgramState]: ...
+    @overload
+    def __getitem__(self, key: str) -> list[Any]: ...
+    def __getitem__(self, key: int | slice | str) -> Any:
         """A branch by its index, or the list of the branches' values of a variable."""
         if isinstance(key, str):
             return [branch[key] for branch in self._branches]
@@ -56,13 +62,20 @@ class ForkGroup(Sequence["ProgramState"]):
             branch.append(own)
         return self
 
+    def __enter__(self) -> ForkGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
+            self.join()
+
     def join(self, mode: JoinMode = "gather_variable") -> None:
         """Bring the branches together.
 
         `gather_variable` waits for them, and makes of every variable that is new in them a list of
-        the parent's, which goes on where a fork before this one gathered the same name.
-        `concate_and_append` appends what they have said since the fork to the parent. Raises
-        ProgramError for a branch that failed.
+        the parent's, which goes on where an earlier join gathered the same name. Raises
+        ProgramError for a branch that failed. `concate_and_append` appends to the parent what the
+        branches have said since the fork; a branch that failed fails the parent.
         """
         if mode == "gather_variable":
             self._gather()
@@ -73,16 +86,37 @@ class ForkGroup(Sequence["ProgramState"]):
                 f"join mode {mode!r} is none; there are 'gather_variable' and 'concate_and_append'"
             )
 
-    def _gather(self) -> None:
-        names = self._parent._names
-        for name in self._new_names():
-            found = [branch[name] for branch in self._branches if name in branch]
-            before = names[name].value() if name in names else []
-            names.add(name, Variable.of(name, [*before, *found]))
+    async def settled(self) -> None:
+        """Wait for all branches in an async program; `join()` and `group["x"]` then answer at
+        once. Raises nothing."""
+        for branch in self._branches:
+            await branch.settled()
 
-    def _new_names(self) -> list[str]:
-        new = {name: None for branch in self._branches for name in branch._names}
-        return [name for name in new if name not in self._names_before]
+    def _gather(self) -> None:
+        for branch in self._branches:
+            branch.sync()
+        names = self._parent._names
+        for name in self._names_set():
+            before = names[name] if name in names else None
+            if before is None or isinstance(before, Gathered):
+                found = [branch[name] for branch in self._branches if self._has_set(branch, name)]
+                gathered = before.value() if before is not None else []
+                names.add(name, Gathered.of(name, [*gathered, *found]))
+
+    def _names_set(self) -> list[str]:
+        """The names that branches have set since the fork, in their order."""
+        names = (name for branch in self._branches for name in branch._names)
+        return [
+            name
+            for name in dict.fromkeys(names)
+            if any(self._has_set(branch, name) for branch in self._branches)
+        ]
+
+    def _has_set(self, branch: ProgramState, name: str) -> bool:
+        if name not in branch._names:
+            return False
+        before = self._names_before
+        return name not in before or branch._names[name] is not before[name]
 
     def __repr__(self) -> str:
         return f"<ForkGroup of {len(self)}>"

@@ -64,7 +64,6 @@ class Select(Node):
     name: str | None
     choices: tuple[str, ...]
     method: ChoicesMethod
-    temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
 
-from sapwood.frontend_lang.choices import ChoicesMethod
+from sapwood.frontend_lang.choices import (
+    ChoicesMethod,
+    checked_choices,
+    token_length_normalized,
+)
+from sapwood.frontend_lang.constraint import constraint_of_options, with_number_stops
 from sapwood.frontend_lang.nodes import (
     ASSISTANT,
     SYSTEM,
@@ -110,7 +115,12 @@ def gen(
     unknown one, and RequestError for a constraint that cannot be.
     """
     if choices is not None:
+        if max_tokens is not None or options:
+            named = ", ".join(sorted(options)) or "max_tokens"
+            raise TypeError(f"gen with choices is select, and takes no {named}")
         return select(name, choices, choices_method=choices_method)
+    if choices_method is not None:
+        raise TypeError("choices_method says how to take one of choices; give choices too")
     return _gen(name, max_tokens, options)
 
 
@@ -129,7 +139,9 @@ def gen_string(
 
 
 def _gen(name: str | None, max_tokens: int | None, options: dict[str, Any]) -> Gen[Any]:
-    return Gen(name, given({**options, "max_tokens": max_tokens}))
+    _check_name(name)
+    checked = given({**options, "max_tokens": max_tokens})
+    return Gen(name, with_number_stops(checked), constraint_of_options(checked))
 
 
 def select(
@@ -139,7 +151,19 @@ def select(
     choices_method: ChoicesMethod | None = None,
 ) -> Select:
     """The one of `choices` that the model finds likeliest, as `choices_method` compares them."""
-    raise NotImplementedError
+    _check_name(name)
+    if temperature:
+        raise RequestError(
+            "select takes the likeliest choice, and draws none; leave temperature out",
+            param="temperature",
+        )
+    method = token_length_normalized if choices_method is None else choices_method
+    return Select(name, checked_choices(choices), method)
+
+
+def _check_name(name: object) -> None:
+    if name is not None and not (isinstance(name, str) and name):
+        raise TypeError(f"the name of a variable is a text, not {name!r}")
 
 
 def system(expr: Node | str | None = None) -> Node:
@@ -198,6 +222,8 @@ def separate_reasoning(expr: Node | str, model_type: str | None = None) -> Node:
 
 def pause(seconds: float) -> Node:
     """Says that the program is away for about so long here; its prefix is kept meanwhile."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise TypeError(f"pause takes a number of seconds from 0, not {seconds!r}")
     return Pause(seconds)
 
 

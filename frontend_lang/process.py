@@ -4,7 +4,7 @@ The one place of this package that changes after import. Both are the process's 
 `set_default_backend` holds for all threads, and a loop for each caller would be a thread for each.
 """
 
-from importlib import import_module
+from typing import Any, cast
 
 from sapwood.frontend_lang.backends.interface import Backend
 from sapwood.frontend_lang.background import Background
@@ -21,6 +21,10 @@ class Process:
     def set_default_backend(self, backend: object) -> None:
         """The backend of every program that is run without one; None: none again."""
         self._default_backend = None if backend is None else as_backend(backend)
+
+    @property
+    def has_default_backend(self) -> bool:
+        return self._default_backend is not None
 
     def backend(self, backend: object = None) -> Backend:
         """`backend`, or the default one. Raises ProgramUsageError where there is neither."""
@@ -40,12 +44,12 @@ PROCESS = Process()
 def as_backend(backend: object) -> Backend:
     """A backend, also of an `Engine` or `AsyncEngine`. Raises TypeError for what is neither."""
     if all(hasattr(backend, name) for name in ("generate", "stream", "score", "chat_only")):
-        return backend  # type: ignore[return-value]
-    if type(backend).__module__.startswith("sapwood.runtime."):
-        adapter = import_module("sapwood.frontend_lang.backends.engine")
-        adapted: Backend = adapter.EngineBackend(backend)
-        return adapted
+        return cast(Backend, backend)
+    if hasattr(backend, "generate") and type(backend).__module__.startswith("sapwood.runtime."):
+        from sapwood.frontend_lang.backends.engine import EngineBackend
+
+        return EngineBackend(cast(Any, backend))
     raise TypeError(
-        f"a backend is an Engine, a RuntimeEndpoint, an OpenAI, ... object, not "
+        "a backend is an Engine, a RuntimeEndpoint, an OpenAI, ... object, not of "
         f"{type(backend).__name__}"
     )

@@ -2,61 +2,168 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any, cast
 
-from sapwood.frontend_lang.arguments import RunArguments, sorted_arguments
+from sapwood.frontend_lang.answering import Defaults
+from sapwood.frontend_lang.arguments import (
+    RUN_DEFAULTS,
+    Invocation,
+    Parameters,
+    Settings,
+    check_call,
+    invocation_of,
+    options_of,
+)
+from sapwood.frontend_lang.constraint import constraint_of_options, with_number_stops
 from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.running import ProgramRun
 from sapwood.frontend_lang.state import ProgramState
 
+if TYPE_CHECKING:
+    from sapwood.frontend_lang.backends.interface import Backend
+
 
 class Program:
-    """What `@function` makes of a function."""
+    """What `@function` makes of a function.
+
+    `run` and `arun` take the arguments of the function, and beside them `backend`, `stream`,
+    `timeout` (seconds of the whole run) and the options that answers have when their own `gen` says
+    nothing else. A name that is both is the function's; `with_options` reaches the option.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], num_api_spec_tokens: int | None = None
+        self,
+        function: Callable[..., Any],
+        num_api_spec_tokens: int | None = None,
+        base: Invocation | None = None,
     ) -> None:
-        parameters = tuple(inspect.signature(function).parameters.values())
-        if not parameters:
-            raise TypeError(
-                f"a program takes its state as its first argument: def {function.__name__}(s, ...)"
-            )
         self.function = function
         self.num_api_spec_tokens = num_api_spec_tokens
-        self.__name__ = function.__name__
-        self.__doc__ = function.__doc__
-        self.parameters = parameters[1:]
+        self.parameters = Parameters.of(function)
+        self._base = base or Invocation(options=RUN_DEFAULTS)
+        update_wrapper(cast(Any, self), function)
+
+    @property
+    def settings(self) -> Settings:
+        """What `bind` and `with_options` have settled for every run."""
+        return self._base.settings
+
+    def bind(self, /, *args: Any, **arguments: Any) -> Program:
+        """The same program, always called with these arguments and options; those of `run` come on
+        top."""
+        return self._with(invocation_of(self.parameters, args, arguments))
+
+    def with_options(self, /, **options: Any) -> Program:
+        """The same program with these options (`temperature=0`, `backend=...`), also where a
+        parameter of the program has such a name. Raises TypeError for an unknown one."""
+        return self._with(options_of(options))
 
     def run(self, /, *args: Any, **arguments: Any) -> ProgramState:
-        """Run the program to its end, and return its state."""
-        given = sorted_arguments(self.parameters, arguments)
-        state = self._begin(given)
-        run = state._run
-        try:
-            run.own()
-            state.ret_value = self.function(state, *args, **given.of_program)
-            run.has_returned = True
-            run.wait_for_all()
-            run.check()
-        except BaseException as error:
-            run.abort(error)
-            raise
-        finally:
-            run.end()
-        return state
+        """Run to the end, and return the state; with `stream=True` return it at once, to be read as
+        it grows.
+
+        Works on any thread. Raises TypeError for arguments that do not fit, ProgramError for a
+        statement that failed, and what the program raises itself.
+        """
+        given = self.invocation(args, arguments)
+        execution = _Execution(self, given)
+        if given.settings.get("stream"):
+            execution.start()
+        elif execution.is_async:
+            PROCESS.background.run(execution.perform_async())
+        else:
+            execution.perform()
+        return execution.state
+
+    async def arun(self, /, *args: Any, **arguments: Any) -> ProgramState:
+        """`run` for async callers, on any event loop. A program that is no `async def` runs on a
+        thread of its own. To cancel it aborts its requests."""
+        given = self.invocation(args, arguments)
+        execution = _Execution(self, given)
+        future = execution.start()
+        if not given.settings.get("stream"):
+            try:
+                await asyncio.wrap_future(future)
+            except asyncio.CancelledError as error:
+                execution.state._run.abort(error)
+                raise
+        return execution.state
 
     def __call__(self, /, *args: Any, **arguments: Any) -> ProgramState:
+        """`run`."""
         return self.run(*args, **arguments)
 
-    def _begin(self, given: RunArguments) -> ProgramState:
+    def __repr__(self) -> str:
+        return f"<Program {self.function.__qualname__}>"
+
+    def invocation(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Invocation:
+        """What the program is called with. Raises TypeError, before anything runs."""
+        given = self._given(args, arguments)
+        check_call(self.function, given)
+        return given
+
+    def begin(self, given: Invocation, backend: Backend | None = None) -> ProgramState:
+        """The state of a run that begins; `backend` instead of the one that is given."""
+        options = with_number_stops(given.options)
         run = ProgramRun(
             PROCESS.background,
-            PROCESS.backend(given.backend),
-            given.options,
-            is_streamed=given.stream,
+            backend or PROCESS.backend(given.settings.get("backend")),
+            Defaults(options=options, constraint=constraint_of_options(options)),
+            is_streamed=bool(given.settings.get("stream")),
+            num_api_spec_tokens=self.num_api_spec_tokens,
         )
         state = ProgramState(run)
-        state._executor.begin()
+        run.background.post(state._executor.worker.begin)
         return state
+
+    def _given(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Invocation:
+        return invocation_of(self.parameters, args, arguments).over(self._base)
+
+    def _with(self, layer: Invocation) -> Program:
+        return type(self)(self.function, self.num_api_spec_tokens, layer.over(self._base))
+
+
+class _Execution:
+    """A program that is called: its state, and the ways to perform it."""
+
+    def __init__(self, program: Program, given: Invocation) -> None:
+        self.state = program.begin(given)
+        self.is_async = inspect.iscoroutinefunction(program.function)
+        self._call = partial(program.function, self.state, *given.positional, **given.arguments)
+        if (timeout := given.settings.get("timeout")) is not None:
+            self.state._run.limit(timeout)
+
+    def perform(self) -> None:
+        """On this thread, to the end."""
+        self.state.ret_value = self.state._run.perform(self._call)
+
+    async def perform_async(self) -> None:
+        """On the loop, to the end."""
+        self.state.ret_value = await self.state._run.perform_async(self._call)
+
+    def start(self) -> Future[None]:
+        """Beside the caller: on the loop, or on a thread of its own."""
+        if self.is_async:
+            return PROCESS.background.start(self.perform_async())
+        future: Future[None] = Future()
+        threading.Thread(
+            target=self._perform_for, args=(future,), name="sapwood-program", daemon=True
+        ).start()
+        return future
+
+    def _perform_for(self, future: Future[None]) -> None:
+        try:
+            self.perform()
+        except BaseException as error:
+            with suppress(Exception):  # nobody waits any more
+                future.set_exception(error)
+        else:
+            with suppress(Exception):
+                future.set_result(None)

@@ -7,101 +7,145 @@ settled, and each of its requests is over.
 import asyncio
 import secrets
 import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+from sapwood.frontend_lang.answering import Defaults
 from sapwood.frontend_lang.backends.interface import Backend
 from sapwood.frontend_lang.background import Background
-from sapwood.frontend_lang.errors import Failure, ProgramUsageError
+from sapwood.frontend_lang.errors import Failure, ProgramTimeoutError, ProgramUsageError
 from sapwood.frontend_lang.executor import Executor
-from sapwood.frontend_lang.options import Options
+from sapwood.frontend_lang.speculation import Speculator
 from sapwood.frontend_lang.variables import Latch, Names
-from sapwood.runtime.constraints.spec import ConstraintSpec
 
 
 class ProgramRun:
-    """Shared by the states of one run. `defaults` are the options of answers that give none."""
+    """Shared by the states of one run.
+
+    `is_streamed`: answers are asked for in pieces, and the state is read from outside while the
+    program runs. The first of `executors` is the program's own, the others are its branches'.
+    """
 
     def __init__(
         self,
         background: Background,
         backend: Backend,
-        defaults: Options,
+        defaults: Defaults,
         *,
-        default_constraint: ConstraintSpec | None = None,
         is_streamed: bool = False,
+        num_api_spec_tokens: int | None = None,
     ) -> None:
+        self._num_api_spec_tokens = num_api_spec_tokens
         self.background = background
         self.backend = backend
         self.defaults = defaults
-        self.default_constraint = default_constraint
         self.is_streamed = is_streamed
         self.program_id = f"program-{secrets.token_hex(8)}"
-        self.executors: list[Executor] = []  # the first is the program's own, then its branches'
-        self.all_names: list[Names] = []
+        self.executors: list[Executor] = []
+        self.names: list[Names] = []
         self.has_returned = False  # the program appends nothing any more
-        self.has_ended = False
-        self._owner: int | asyncio.Task[object] | None = None
+        self.has_ended = False  # and all that it appended is done
+        self._thread_id: int | None = None  # of a program that is a plain function
+        self._timer: asyncio.TimerHandle | None = None
         background.register(self)
 
-    def own(self) -> None:
-        """This thread, or this task on the loop, runs the program."""
-        self._owner = self._current()
-
     @property
-    def is_owner(self) -> bool:
-        """Whether the program itself is asking, which must not wait for its own end."""
-        return self._owner == self._current()
+    def is_inside(self) -> bool:
+        """Whether the program itself asks, which must not wait for what it has yet to do."""
+        if not self.is_streamed:
+            return True  # nobody else has the state before the end
+        return self.background.is_current_thread or threading.get_ident() == self._thread_id
 
-    def wait(self, latch: Latch, timeout: float | None = None) -> bool:
+    def speculator(self) -> Speculator | None:
+        """Of one state, where the program asks for speculation."""
+        if self._num_api_spec_tokens is None:
+            return None
+        return Speculator(self.backend, self._num_api_spec_tokens)
+
+    def perform(self, program: Callable[[], Any]) -> Any:
+        """Call a program on this thread, and wait for all that it appended. Raises ProgramError,
+        and what the program raises."""
+        self._thread_id = threading.get_ident()
+        try:
+            result = program()
+            self.has_returned = True
+            for executor in self.executors:
+                self.wait(executor.worker.drained())
+            self._check()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        finally:
+            self._end()
+        return result
+
+    async def perform_async(self, program: Callable[[], Awaitable[Any]]) -> Any:
+        """`perform` of an async program, on the loop. To cancel it aborts its requests."""
+        try:
+            result = await program()
+            self.has_returned = True
+            for executor in self.executors:
+                await executor.worker.drained().wait_async()
+            self._check()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        finally:
+            self._end()
+        return result
+
+    def wait(self, latch: Latch) -> None:
         """Block until the latch opens. Raises ProgramUsageError on the loop itself."""
         if latch.is_open:
-            return True
+            return
         if self.background.is_current_thread:
             raise ProgramUsageError(
                 "this would wait for the event loop that it runs on; in an async program write "
-                'await s.aget("name"), await s.async_text(), ...'
+                'await s.aget("name"), or await s.settled() before it'
             )
-        return latch.wait(timeout)
+        latch.wait()
 
-    def wait_for_all(self) -> None:
-        """Block until every statement is done."""
-        for executor in self.executors:
-            self.wait(executor.drained())
+    def limit(self, seconds: float) -> None:
+        """Abort the run when it is not over in time."""
+        error = ProgramTimeoutError(
+            f"the program was not done in {seconds:g} seconds, and was aborted; raise timeout"
+        )
 
-    async def wait_for_all_async(self) -> None:
-        for executor in self.executors:
-            await executor.drained().wait_async()
+        def start() -> None:
+            if not self.has_ended:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(seconds, lambda: self.abort(error))
+
+        self.background.post(start)
 
     def abort(self, cause: BaseException) -> None:
-        """End all that is not done, with requests under way; from any thread, and any number of
+        """End all that is not done, with the requests under way; from any thread, and any number of
         times."""
+        failure = Failure(cause, None)
         for executor in tuple(self.executors):
-            executor.fail(Failure(cause, None))
+            executor.worker.fail(failure)
         self.background.post(self._cancel)
 
-    def end(self) -> None:
-        """Nothing will be appended, and all that was is done."""
-        self.has_returned = self.has_ended = True
-        self.background.unregister(self)
-        for names in self.all_names:
-            names.complete()
-        for executor in self.executors:
-            executor.feed.close(executor.failure)
-
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raises ProgramError for a failure of the program's own state, or for one of a branch
         that nobody was told of."""
-        own, *branches = self.executors
-        if own.failure is not None:
-            raise own.failure.error()
-        for branch in branches:
-            if branch.failure is not None and not branch.failure.is_told:
-                raise branch.failure.error()
+        own, *branches = [executor.worker.failure for executor in self.executors]
+        if own is not None:
+            raise own.error()
+        for failure in branches:
+            if failure is not None and not failure.is_told:
+                raise failure.error()
+
+    def _end(self) -> None:
+        self.has_returned = self.has_ended = True
+        self.background.unregister(self)
+        if self._timer is not None:
+            self.background.post(self._timer.cancel)
+        for names in self.names:
+            names.complete()
+        for executor in self.executors:
+            executor.feed.close(executor.worker.failure)
 
     def _cancel(self) -> None:
         for executor in self.executors:
-            executor.cancel()
-
-    def _current(self) -> "int | asyncio.Task[object] | None":
-        if self.background.is_current_thread:
-            return asyncio.current_task()
-        return threading.get_ident()
+            executor.worker.cancel()

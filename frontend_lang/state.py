@@ -5,13 +5,15 @@ Appending never waits. Reading waits for what is read, and raises what went wron
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
+from sapwood.frontend_lang.answering import Branch
 from sapwood.frontend_lang.blocks import RoleBlock, ScopeBlock
 from sapwood.frontend_lang.errors import ProgramError, ProgramUsageError, calling_place
-from sapwood.frontend_lang.executor import Branch, Executor
+from sapwood.frontend_lang.executor import Executor
 from sapwood.frontend_lang.feed import Chunk, TextReader, VariableReader
+from sapwood.frontend_lang.forks import ForkGroup
 from sapwood.frontend_lang.nodes import (
     ASSISTANT,
     SYSTEM,
@@ -22,13 +24,12 @@ from sapwood.frontend_lang.nodes import (
     Select,
     as_node,
 )
-from sapwood.frontend_lang.parsing import parsed
 from sapwood.frontend_lang.statements import ForkPoint, Look, Statement, statements_of
 from sapwood.frontend_lang.transcript import Transcript
-from sapwood.frontend_lang.variables import Latch, Meta, Names, Variable
+from sapwood.frontend_lang.values import parse_value
+from sapwood.frontend_lang.variables import Latch, Names, Variable
 
 if TYPE_CHECKING:
-    from sapwood.frontend_lang.forks import ForkGroup
     from sapwood.frontend_lang.running import ProgramRun
 
 T = TypeVar("T")
@@ -38,18 +39,24 @@ class ProgramState:
     """A program's text so far and its variables. Made by `run`, and by `fork`."""
 
     def __init__(
-        self, run: ProgramRun, names: Names | None = None, branch: Branch | None = None
+        self,
+        run: ProgramRun,
+        *,
+        names: Names | None = None,
+        nodes: Mapping[str, Gen[Any]] | None = None,
+        branch: Branch | None = None,
     ) -> None:
         self._run = run
         self._names = names or Names()
-        self._nodes: dict[str, Node] = {}
+        self._nodes = dict(nodes or {})  # the gens that set variables, for their types
         self._executor = Executor(run, branch)
+        self._group: ForkGroup | None = None  # that it is a branch of
         self.ret_value: Any = None  # what the program returned
-        run.all_names.append(self._names)
+        run.names.append(self._names)
 
     # Appending
 
-    def __iadd__(self, node: Node | str) -> ProgramState:
+    def __iadd__(self, node: Node | str) -> Self:
         self.append(node)
         return self
 
@@ -59,7 +66,7 @@ class ProgramState:
             raise ProgramUsageError("this program has ended; nothing can be appended to its state")
         for statement in statements_of(as_node(node), calling_place()):
             self._register(statement)
-            self._executor.submit(statement)
+            self._executor.worker.submit(statement)
 
     def system(self, expr: Node | str | None = None) -> RoleBlock:
         """A system message: `s.system("...")`, or `with s.system():`."""
@@ -78,24 +85,19 @@ class ProgramState:
         return ScopeBlock(self, name)
 
     def fork(self, size: int = 1, position_ids_offset: list[int] | None = None) -> ForkGroup:
-        """Branches that each go on from here on their own. Costs nothing of the text before."""
-        from sapwood.frontend_lang.forks import ForkGroup
+        """Branches that each go on from here on their own. Costs nothing of the text before.
 
-        if position_ids_offset is not None:
-            raise ProgramUsageError(
-                "position_ids_offset is not supported: branches see the positions of their text"
-            )
+        They begin when this state has done all that was appended to it before.
+        """
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ProgramUsageError(f"fork takes a whole number of branches from 1, not {size!r}")
-        branches = [
-            ProgramState(self._run, self._names.copy(), Branch(index, size))
-            for index in range(size)
-        ]
-        for branch in branches:
-            branch._nodes = dict(self._nodes)
-        point = ForkPoint(tuple(branch._executor for branch in branches))
-        self.append(point)
-        return ForkGroup(self, branches)
+        return self._forked([ProgramState] * size, position_ids_offset)
+
+    def copy(self, position_ids_offset: list[int] | None = None) -> StateCopy:
+        """A branch that goes on from here; `with s.copy() as t:` joins it at the end."""
+        [copy] = self._forked([StateCopy], position_ids_offset)
+        assert isinstance(copy, StateCopy)
+        return copy
 
     def set_var(self, name: str, value: Any) -> None:
         """Give a variable a value that no statement gives it."""
@@ -114,8 +116,9 @@ class ProgramState:
         """`s[name]` by SGLang's name."""
         return self[name]
 
-    def get_meta_info(self, name: str) -> Meta:
-        """What the backend told of an answer: counts, finish reason, log-probabilities."""
+    def get_meta_info(self, name: str) -> Any:
+        """What the backend told of an answer: counts, finish reason, log-probabilities, by SGLang's
+        names; a list of it for n > 1."""
         return self._waited(name).meta()
 
     @overload
@@ -123,16 +126,30 @@ class ProgramState:
     @overload
     def get(self, node: Select | str) -> Any: ...
     def get(self, node: Gen[T] | Select | str) -> Any:
-        """The value of a `gen` as its `output_type` or `dtype`; the text where it has neither."""
-        name = node if isinstance(node, str) else _name_of(node)
-        return parsed(self._nodes.get(name), self[name])
+        """The value of a `gen` as its `output_type`, `dtype` or `json_schema` says; else the text.
 
+        By node, its type is known to type checkers. Raises ProgramError, and AnswerError for an
+        answer that spells no such value, as when it was cut.
+        """
+        name = _name_of(node)
+        return self._parsed(name, self[name])
+
+    @overload
+    async def aget(self, node: Gen[T]) -> T: ...
+    @overload
+    async def aget(self, node: Select | str) -> Any: ...
     async def aget(self, node: Gen[T] | Select | str) -> Any:
-        """`get` for async programs, by name or by node."""
-        name = node if isinstance(node, str) else _name_of(node)
+        """`get` for async programs and readers."""
+        name = _name_of(node)
+        while (change := self._next_name(name)) is not None:
+            await change.wait_async()
         variable = self._names[name]
         await variable.latch.wait_async()
-        return parsed(self._nodes.get(name), variable.value())
+        return self._parsed(name, variable.value())
+
+    def variables(self) -> tuple[str, ...]:
+        """The names of all variables, in the order in which they were set first."""
+        return tuple(self._names)
 
     def text(self) -> str:
         """All text so far, with what a chat template puts around messages."""
@@ -148,10 +165,15 @@ class ProgramState:
         """Wait until all that was appended is done. Raises ProgramError."""
         self._look(lambda transcript: None)
 
+    async def settled(self) -> None:
+        """`sync` for async programs: after it nothing that was appended before has to be waited
+        for, so `s["x"]`, `text()` and `join()` answer at once. Raises nothing."""
+        await self._executor.worker.drained().wait_async()
+
     def error(self) -> ProgramError | None:
         """Wait until all that was appended is done or has failed; what has failed."""
-        self._run.wait(self._executor.drained())
-        failure = self._executor.failure
+        self._run.wait(self._executor.worker.drained())
+        failure = self._executor.worker.failure
         return None if failure is None else failure.error()
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
@@ -181,6 +203,29 @@ class ProgramState:
 
     # For forks and programs
 
+    def _forked(
+        self, kinds: Sequence[type[ProgramState]], position_ids_offset: list[int] | None
+    ) -> ForkGroup:
+        if position_ids_offset is not None:
+            raise ProgramUsageError(
+                "position_ids_offset is not supported: a branch has the positions of its text"
+            )
+        size = len(kinds)
+        branches = [
+            kind(
+                self._run,
+                names=self._names.copy(),
+                nodes=self._nodes,
+                branch=Branch(index, size) if size > 1 else self._executor.branch,
+            )
+            for index, kind in enumerate(kinds)
+        ]
+        group = ForkGroup(self, branches)
+        for branch in branches:
+            branch._group = group
+        self.append(ForkPoint(tuple(branch._executor for branch in branches)))
+        return group
+
     def _chunks(self, var_name: str | None) -> Iterator[Chunk]:
         reader = self._reader(var_name)
         while (step := reader.step()) is not None:
@@ -190,29 +235,42 @@ class ProgramState:
                 yield step
 
     def _reader(self, var_name: str | None) -> TextReader | VariableReader:
-        is_own = self._run.is_owner
+        is_inside = self._run.is_inside
+        feed = self._executor.feed
         if var_name is not None:
-            return VariableReader(self._executor.feed, self._names, var_name, may_wait=not is_own)
-        until = self._executor.drained() if is_own else None
-        return TextReader(self._executor.feed, until)
+            return VariableReader(feed, self._names, var_name, may_wait=not is_inside)
+        return TextReader(feed, self._executor.worker.drained() if is_inside else None)
 
     def _waited(self, name: str) -> Variable:
-        while name not in self._names and not self._run.is_owner:
-            change = self._names.change()  # the program is elsewhere, and may set it yet
-            if change is None or name in self._names:
-                break
+        while (change := self._next_name(name)) is not None:
             self._run.wait(change)
         variable = self._names[name]
         self._run.wait(variable.latch)
         return variable
 
+    def _next_name(self, name: str) -> Latch | None:
+        """What to wait for before `name` may be there; None: it is, or it is not going to be."""
+        if self._run.is_inside:
+            return None
+        change = self._names.change()  # taken first: a name that is added after this opens it
+        return None if name in self._names else change
+
     def _look(self, question: Callable[[Transcript], Any]) -> Any:
-        answer = Variable(None)
-        if self._run.has_ended and self._executor.failure is None:
+        """What the transcript says when all is done that was appended."""
+        worker, answer = self._executor.worker, Variable(None)
+        if worker.is_at_rest and worker.failure is None:
             return question(self._executor.transcript)
-        self._executor.submit(Statement(Look(question), None, answer))
+        worker.submit(Statement(Look(question), calling_place(), answer))
         self._run.wait(answer.latch)
         return answer.value()
+
+    def _parsed(self, name: str, value: Any) -> Any:
+        node = self._nodes.get(name)
+        if node is None:
+            return value
+        if isinstance(value, list):
+            return [parse_value(node.options, text) for text in value]
+        return parse_value(node.options, value)
 
     def _register(self, statement: Statement) -> None:
         for variable in (statement.variable, statement.reasoning):
@@ -223,7 +281,21 @@ class ProgramState:
             self._nodes[statement.node.name] = statement.node
 
 
-def _name_of(node: Gen[Any] | Select) -> str:
+class StateCopy(ProgramState):
+    """The branch that `copy()` gives. As a `with` block it is joined at the end: what it has set
+    becomes lists of one."""
+
+    def __enter__(self) -> ProgramState:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None and self._group is not None:
+            self._group.join()
+
+
+def _name_of(node: Gen[Any] | Select | str) -> str:
+    if isinstance(node, str):
+        return node
     if node.name is None:
         raise ProgramUsageError("this gen has no name to read it by; write gen('name', ...)")
     return node.name

@@ -67,7 +67,7 @@ class Statement(NamedTuple):
             self.reasoning.fail(failure)
         if isinstance(self.node, ForkPoint):
             for branch in self.node.branches:
-                branch.fail(failure)
+                branch.worker.fail(failure)
 
 
 def statements_of(

@@ -7,7 +7,7 @@ that fails at once, and may be waited for on any thread and any event loop.
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from sapwood.frontend_lang.errors import Failure, UnknownVariableError
 
@@ -80,7 +80,7 @@ class Variable:
         self._failure: Failure | None = None
 
     @classmethod
-    def of(cls, name: str, value: Any) -> "Variable":
+    def of(cls, name: str, value: Any) -> Self:
         """A variable whose value is known."""
         variable = cls(name)
         variable.settle(value)
@@ -117,6 +117,12 @@ class Variable:
         assert self.latch.is_open
         if self._failure is not None:
             raise self._failure.error()
+
+
+class Gathered(Variable):
+    """What branches found, as a list; a later join of the same name adds to it."""
+
+    __slots__ = ()
 
 
 class Names:

@@ -52,6 +52,7 @@ LANGUAGE_VALUES = tuple(
     f"sapwood.runtime.{name}"
     for name in (
         "constraints.explicit_regex",
+        "constraints.notation",
         "constraints.output_types",
         "constraints.spec",
         "errors",

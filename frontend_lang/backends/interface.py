@@ -106,9 +106,18 @@ class Backend(Protocol):
     """Answers prompts. A backend that cannot do what a call asks raises RequestError that says so;
     it leaves nothing out silently."""
 
-    name: str
-    encoder: Encoder | None
-    chat_only: bool  # takes messages, and generates in an assistant's message only
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def encoder(self) -> Encoder | None: ...
+
+    @property
+    def chat_only(self) -> bool:
+        """Whether it takes messages, and generates in an assistant's message only."""
+        ...
 
     async def generate(self, prompt: Prompt, call: Call) -> list[Answer]:
         """`n` whole answers."""

@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "serve": "sapwood.server.cli.serve:serve",
         "chat": "sapwood.server.cli.chat:chat",
+        "run": "sapwood.server.cli.run:run",
         "demo": "sapwood.server.cli.demo:demo",
         "pull": "sapwood.server.cli.pull:pull",
         "version": "sapwood.server.cli.version:version",

@@ -1,0 +1,234 @@
+"""In which order the programs of a batch begin their work at a backend.
+
+Each program runs until its first request. Those requests are gathered, and let go depth first over
+the tree that their prompts make: in the order of their prompts, so that neighbours share most, and
+a cache that holds little more than one of them is used as well as a large one. What all have in
+common is computed once before. Later requests of a program follow its own text and pass freely.
+"""
+
+import asyncio
+import logging
+from bisect import bisect_left, insort
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from sapwood.frontend_lang.backends.interface import (
+    Answer,
+    Backend,
+    Call,
+    Encoder,
+    Prompt,
+    Score,
+    TokenIds,
+)
+from sapwood.runtime.hints import Hints
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 0.05  # when no first request has come for so long, those that are there go
+GATHER_SECONDS = 2.0  # and they go after so long, however many still come
+MIN_PREFIX_TOKENS = 16  # a shorter common prefix costs more as a request of its own than it saves
+MIN_PREFIX_CHARACTERS = 64
+
+Key = tuple[Any, ...]  # what prompts are sorted by
+
+
+@dataclass(slots=True, order=True)
+class _Waiting:
+    """A program whose first request waits. Sorted by prompt, equal ones by arrival."""
+
+    key: Key
+    arrival: int
+    prompt: Prompt = field(compare=False)
+    passed: "asyncio.Future[None]" = field(compare=False)
+
+
+class Gate:
+    """Lets at most `width` programs work at a backend at once. Used on one event loop only."""
+
+    def __init__(
+        self, backend: Backend, *, width: int, quiet_seconds: float = QUIET_SECONDS
+    ) -> None:
+        self._backend = backend
+        self._width = width
+        self._quiet_seconds = quiet_seconds
+        self._num_coming = 0  # programs that have begun and asked nothing yet
+        self._num_inside = 0
+        self._num_arrived = 0
+        self._waiting: list[_Waiting] = []
+        self._last: Key = ()  # where in the order of prompts the last one was
+        self._is_quiet = False  # nobody is worth waiting for
+        self._gather_until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._is_warm = False
+
+    def ticket(self) -> "Ticket":
+        """Of a program that begins."""
+        self._num_coming += 1
+        return Ticket(self)
+
+    def arrive(self, prompt: Prompt) -> _Waiting:
+        """A program's first request is here; it may go when `passed` is done."""
+        self._num_coming -= 1
+        self._num_arrived += 1
+        passed = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(_key_of(prompt), self._num_arrived, prompt, passed)
+        self._listen()
+        insort(self._waiting, waiting)
+        self._let_go()
+        return waiting
+
+    def leave(self, waiting: _Waiting | None) -> None:
+        """A program has ended, before its first request (None), while it waited, or later."""
+        if waiting is None:
+            self._num_coming -= 1
+        elif waiting in self._waiting:
+            self._waiting.remove(waiting)
+            waiting.passed.cancel()
+        else:
+            self._num_inside -= 1
+        self._let_go()
+
+    def close(self) -> None:
+        """End what the gate itself has under way."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._warming is not None:
+            self._warming.cancel()
+
+    def _listen(self) -> None:
+        """Somebody comes: wait for quiet anew."""
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._gather_until = loop.time() + GATHER_SECONDS
+        self._is_quiet = False
+        patience = min(self._quiet_seconds, max(0.0, self._gather_until - loop.time()))
+        self._timer = loop.call_later(patience, self._be_quiet)
+
+    def _be_quiet(self) -> None:
+        self._is_quiet = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let those go whose turn it is."""
+        if self._warming is not None or (self._num_coming and not self._is_quiet):
+            return
+        if self._waiting and not self._is_warm:
+            self._is_warm = True
+            if self._warm():
+                return
+        while self._waiting and self._num_inside < self._width:
+            waiting = self._waiting.pop(self._next())
+            self._last = waiting.key
+            self._num_inside += 1
+            waiting.passed.set_result(None)
+
+    def _next(self) -> int:
+        """The next prompt in order, from the first again after the last."""
+        index = bisect_left(self._waiting, self._last, key=lambda waiting: waiting.key)
+        return index if index < len(self._waiting) else 0
+
+    def _warm(self) -> bool:
+        """Begin to compute what the prompts that wait have in common; whether it is worth it."""
+        common = common_prefix([waiting.prompt for waiting in self._waiting])
+        if common is None or self._backend.chat_only:
+            return False
+        self._warming = asyncio.get_running_loop().create_task(compute(self._backend, common))
+        self._warming.add_done_callback(self._warmed)
+        return True
+
+    def _warmed(self, task: "asyncio.Task[None]") -> None:
+        self._warming = None
+        if not task.cancelled():
+            if (error := task.exception()) is not None:
+                # The programs will meet the same error, and say where.
+                logger.debug("the common prefix was not computed: %s", error)
+            self._let_go()
+
+
+class Ticket:
+    """One program's way through a gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._waiting: _Waiting | None = None
+
+    async def enter(self, prompt: Prompt) -> None:
+        """Wait for the turn of the program, whose first request has this prompt."""
+        if self._waiting is None:
+            self._waiting = self._gate.arrive(prompt)
+        await asyncio.shield(self._waiting.passed)
+
+    def leave(self) -> None:
+        """The program has ended."""
+        self._gate.leave(self._waiting)
+
+
+class GatedBackend:
+    """A backend as one program of a batch sees it."""
+
+    def __init__(self, backend: Backend, ticket: Ticket) -> None:
+        self.name = backend.name
+        self.encoder: Encoder | None = backend.encoder
+        self.chat_only = backend.chat_only
+        self._backend = backend
+        self._ticket = ticket
+
+    async def generate(self, prompt: Prompt, call: Call) -> list[Answer]:
+        await self._ticket.enter(prompt)
+        return await self._backend.generate(prompt, call)
+
+    async def stream(self, prompt: Prompt, call: Call) -> AsyncIterator[Answer]:
+        await self._ticket.enter(prompt)
+        async with aclosing(self._backend.stream(prompt, call)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                yield piece
+
+    async def score(
+        self, prompt: Prompt, continuations: Sequence[TokenIds | str], hints: Hints
+    ) -> list[Score]:
+        await self._ticket.enter(prompt)
+        return await self._backend.score(prompt, continuations, hints)
+
+    async def flush_cache(self) -> None:
+        await self._backend.flush_cache()
+
+    async def server_info(self) -> Mapping[str, Any]:
+        return await self._backend.server_info()
+
+    async def aclose(self) -> None:
+        """The backend belongs to the batch, not to one of its programs."""
+
+
+def common_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
+    """What all prompts begin with; None if they are one or none, or it is short. O(its length)."""
+    if len(prompts) < 2:
+        return None
+    # Of prompts in order the first and the last have in common what all have.
+    first, *_, last = sorted(prompts, key=_key_of)
+    text = _shared(first.text, last.text)
+    if first.token_ids is None or last.token_ids is None:
+        return Prompt(text=text) if len(text) >= MIN_PREFIX_CHARACTERS else None
+    token_ids = _shared(first.token_ids, last.token_ids)
+    return Prompt(text=text, token_ids=token_ids) if len(token_ids) >= MIN_PREFIX_TOKENS else None
+
+
+async def compute(backend: Backend, prefix: Prompt) -> None:
+    """Let a backend compute a prefix, which it then has in its cache. Costs one token more."""
+    await backend.generate(prefix, Call(options={"max_tokens": 1, "temperature": 0.0}))
+
+
+def _key_of(prompt: Prompt) -> Key:
+    return (prompt.token_ids or (), prompt.text)
+
+
+def _shared(first: Any, last: Any) -> Any:
+    for index, (one, other) in enumerate(zip(first, last, strict=False)):
+        if one != other:
+            return first[:index]
+    return first[: min(len(first), len(last))]
