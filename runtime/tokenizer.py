@@ -195,9 +195,9 @@ class Tokenizer:
         """Token ids of texts that stand together, each with whether a chat template wrote it.
 
         Special tokens are real in what a template wrote, and only there. `at_start`: nothing is
-        before them, so a text gets in front what this tokenizer puts in front of every text; what
-        a template wrote has it already. Otherwise nothing is put in front, not even the space that
-        some tokenizers add to the first word. Raises RequestError.
+        before them, so a text, also an empty one, gets in front what this tokenizer puts in front
+        of every text; what a template wrote has it already. Otherwise nothing is put in front, not
+        even the space that some tokenizers add to the first word. Raises RequestError.
         """
         pieces = [piece for piece in pieces if piece[0]]
         for text, _ in pieces:

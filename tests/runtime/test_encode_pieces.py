@@ -93,7 +93,8 @@ def test_what_is_put_in_front_of_every_text_stands_at_the_start_only_and_nothing
     pieces = [("a the", False)]
     assert tokenizer.encode_pieces(pieces, at_start=True).tolist() == [start, *plain]
     assert tokenizer.encode_pieces(pieces, at_start=False).tolist() == plain
-    assert tokenizer.encode_pieces([], at_start=True).tolist() == []
+    assert tokenizer.encode_pieces([], at_start=True).tolist() == [start]
+    assert tokenizer.encode_pieces([], at_start=False).tolist() == []
 
 
 def test_a_template_has_put_in_front_what_it_wants() -> None:
