@@ -235,6 +235,40 @@ def test_a_number_of_tokens_below_one_is_refused() -> None:
         Speculator(Model(TEXT), 0)
 
 
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+@pytest.mark.parametrize("tells", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("widths", [[1], [2], [3], [3, 1]])
+def test_a_limit_of_tokens_comes_where_it_would_have_come(
+    max_tokens: int, tells: tuple[bool, bool], widths: list[int]
+) -> None:
+    """In front of a stop, in the middle of one, and behind it."""
+
+    def answers(num_tokens: int | None) -> list[Answer]:
+        model = Model(
+            "xyzEND:uvwxyzEND", tells_tokens=tells[0], tells_usage=tells[1], widths=widths
+        )
+        return ran(model, ["x", Ask("END", 6), "END:u", Ask("END", max_tokens)], num_tokens)
+
+    plain, speculated = answers(None), answers(40)
+    assert [answer.text for answer in speculated] == [answer.text for answer in plain]
+    assert [a.finish_reason for a in speculated] == [a.finish_reason for a in plain]
+
+
+def test_tokens_that_do_not_spell_the_answer_are_not_counted() -> None:
+    class Garbled(Model):
+        async def generate(self, prompt: Prompt, call: Call) -> list[Answer]:
+            [answer] = await super().generate(prompt, call)
+            tokens = [[-1.0, None, "\ufffd"]] * len(answer.text)
+            return [
+                Answer(
+                    text=answer.text, finish_reason="stop", meta={"output_token_logprobs": tokens}
+                )
+            ]
+
+    answers = ran(Garbled("a" * 30 + "\nb"), [Ask("\n", 10)], 64)
+    assert [answer.text for answer in answers] == ["a" * 20]  # ten tokens, by an ordinary call
+
+
 parts_of_programs = st.lists(
     st.one_of(
         st.text("ab\n", min_size=1, max_size=3),
