@@ -22,6 +22,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sapwood.frontend_lang.backends.anthropic import Anthropic as Anthropic
+    from sapwood.frontend_lang.backends.openai import LiteLLM as LiteLLM
+    from sapwood.frontend_lang.backends.openai import OpenAI as OpenAI
+    from sapwood.frontend_lang.backends.recording import Recording as Recording
     from sapwood.frontend_lang.errors import ProgramError as ProgramError
     from sapwood.frontend_lang.errors import ProgramTimeoutError as ProgramTimeoutError
     from sapwood.frontend_lang.errors import ProgramUsageError as ProgramUsageError
@@ -81,6 +85,7 @@ __version__ = "0.1.0"
 
 _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
     {
+        "Anthropic": "sapwood.frontend_lang.backends.anthropic",
         "AsyncEngine": "sapwood.runtime.async_engine",
         "Chat": "sapwood.runtime.chat",
         "ChatOptions": "sapwood.runtime.chat",
@@ -95,15 +100,18 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "FinishReason": "sapwood.runtime.outputs",
         "ForkGroup": "sapwood.frontend_lang.forks",
         "Hints": "sapwood.runtime.hints",
+        "LiteLLM": "sapwood.frontend_lang.backends.openai",
         "Logprob": "sapwood.runtime.outputs",
         "ModelAccessError": "sapwood.runtime.errors",
         "ModelError": "sapwood.runtime.errors",
         "ModelNotFoundError": "sapwood.runtime.errors",
+        "OpenAI": "sapwood.frontend_lang.backends.openai",
         "Program": "sapwood.frontend_lang.program",
         "ProgramError": "sapwood.frontend_lang.errors",
         "ProgramState": "sapwood.frontend_lang.state",
         "ProgramTimeoutError": "sapwood.frontend_lang.errors",
         "ProgramUsageError": "sapwood.frontend_lang.errors",
+        "Recording": "sapwood.frontend_lang.backends.recording",
         "RequestError": "sapwood.runtime.errors",
         "RequestMetrics": "sapwood.runtime.outputs",
         "RequestOutput": "sapwood.runtime.outputs",
