@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from sapwood.frontend_lang.errors import ProgramTimeoutError, ProgramUsageError
@@ -61,7 +62,7 @@ class BatchPlan:
 
 def run_batch(
     program: Program, batch_arguments: Iterable[Mapping[str, Any]], plan: BatchPlan
-) -> Iterator[ProgramState]:
+) -> Generator[ProgramState]:
     """The states of the runs, in the order of their arguments, as soon as they are there.
 
     Raises TypeError for arguments that the program does not take, before anything runs, and
@@ -91,7 +92,7 @@ def _items_of(program: Program, batch_arguments: Iterable[Mapping[str, Any]]) ->
     return items
 
 
-def _in_order(batch: _Batch, size: int, plan: BatchPlan) -> Iterator[ProgramState]:
+def _in_order(batch: _Batch, size: int, plan: BatchPlan) -> Generator[ProgramState]:
     """States in the order of the items. The first failure, whichever item's, is raised at once
     where it is to be raised."""
     progress = _Progress(size) if plan.progress_bar else None
@@ -178,51 +179,41 @@ class _Batch:
 
     async def _run_one(self, index: int, given: Invocation, ticket: Ticket) -> None:
         state = self._program.begin(given, GatedBackend(self._backend, ticket))
-        run = state._run
-        call = asyncio.get_running_loop().create_task(self._call(state, given))
-        deadline = _Deadline(given.settings.get("timeout"), lambda: call.cancel())
+        run, task = state._run, asyncio.current_task()
+        assert task is not None
+
+        def end(cause: BaseException) -> None:
+            run.abort(cause)  # what reads a variable on a thread ends by that
+            task.cancel()
+
+        deadline = _Deadline(given.settings.get("timeout"), end)
         ticket.watch(deadline.pause, deadline.resume)
         deadline.resume()
         error: BaseException | None = None
         try:
-            try:
-                await call
-            finally:
-                self._free_seat()
-            run.has_returned = True
-            await run.wait_for_all_async()
-            run.check()
+            state.ret_value = await run.perform_async(lambda: self._call(state, given))
         except BaseException as raised:
             error = deadline.error or raised
-            run.abort(error)
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            call.cancel()
             deadline.pause()
-            run.end()
             ticket.leave()
         self._finished.put(_Finished(index, state, error))
 
-    async def _call(self, state: ProgramState, given: Invocation) -> None:
+    async def _call(self, state: ProgramState, given: Invocation) -> Any:
         """The program's own function, to its end."""
-        function = self._program.function
-        if self._is_async:
-            state._run.own()
-            state.ret_value = await function(state, *given.positional, **given.arguments)
-            return
-
-        def call() -> Any:
-            state._run.own()
-            return function(state, *given.positional, **given.arguments)
-
-        state.ret_value = await self._threads.run(call)
+        call = partial(self._program.function, state, *given.positional, **given.arguments)
+        try:
+            return await (call() if self._is_async else self._threads.run(call))
+        finally:
+            self._free_seat()
 
 
 class _Deadline:
     """Ends a run when its own time is over. Time counts between `resume` and `pause`."""
 
-    def __init__(self, seconds: float | None, end: Callable[[], object]) -> None:
+    def __init__(self, seconds: float | None, end: Callable[[BaseException], None]) -> None:
         self.error: ProgramTimeoutError | None = None  # set once the time is over
         self._total = self._left = seconds
         self._end = end
@@ -245,7 +236,7 @@ class _Deadline:
         self.error = ProgramTimeoutError(
             f"the program has not ended within its {self._total:g} seconds"
         )
-        self._end()
+        self._end(self.error)
 
 
 class _Threads:
@@ -273,9 +264,13 @@ class _Threads:
                 done.set_exception(error)
 
         def work() -> None:
-            result, error = None, None
+            result: Any = None
+            error: BaseException | None = None
             try:
                 result = call()
+            except StopIteration as raised:  # no future takes it
+                error = RuntimeError("the program raised StopIteration")
+                error.__cause__ = raised
             except BaseException as raised:
                 error = raised
             if not loop.is_closed():

@@ -85,7 +85,8 @@ class Gate:
         waiting = _Waiting(_key_of(prompt), self._num_arrived, prompt, passed)
         self._listen()
         insort(self._waiting, waiting)
-        self._let_go()
+        # Not at once: whoever arrives last would go on before those that are let go before it.
+        asyncio.get_running_loop().call_soon(self._let_go)
         return waiting
 
     def leave(self, waiting: _Waiting | None) -> None:
