@@ -9,7 +9,7 @@ common is computed once before. Later requests of a program follow its own text 
 import asyncio
 import logging
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,10 +49,17 @@ class Gate:
     """Lets at most `width` programs work at a backend at once. Used on one event loop only."""
 
     def __init__(
-        self, backend: Backend, *, width: int, quiet_seconds: float = QUIET_SECONDS
+        self,
+        backend: Backend,
+        *,
+        width: int,
+        more_to_come: Callable[[], bool] = lambda: False,
+        quiet_seconds: float = QUIET_SECONDS,
     ) -> None:
+        """`more_to_come`: programs will begin as soon as others leave a thread to them."""
         self._backend = backend
         self._width = width
+        self._more_to_come = more_to_come
         self._quiet_seconds = quiet_seconds
         self._num_coming = 0  # programs that have begun and asked nothing yet
         self._num_inside = 0
@@ -63,7 +70,7 @@ class Gate:
         self._gather_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._warming: asyncio.Task[None] | None = None
-        self._is_warm = False
+        self._has_begun = False
 
     def ticket(self) -> "Ticket":
         """Of a program that begins."""
@@ -78,7 +85,8 @@ class Gate:
         waiting = _Waiting(_key_of(prompt), self._num_arrived, prompt, passed)
         self._listen()
         insort(self._waiting, waiting)
-        self._let_go()
+        # Not at once: whoever arrives last would go on before those that are let go before it.
+        asyncio.get_running_loop().call_soon(self._let_go)
         return waiting
 
     def leave(self, waiting: _Waiting | None) -> None:
@@ -116,10 +124,10 @@ class Gate:
 
     def _let_go(self) -> None:
         """Let those go whose turn it is."""
-        if self._warming is not None or (self._num_coming and not self._is_quiet):
+        if self._warming is not None or not (self._is_quiet or self._is_complete()):
             return
-        if self._waiting and not self._is_warm:
-            self._is_warm = True
+        if self._waiting and not self._has_begun:
+            self._has_begun = True
             if self._warm():
                 return
         while self._waiting and self._num_inside < self._width:
@@ -127,6 +135,10 @@ class Gate:
             self._last = waiting.key
             self._num_inside += 1
             waiting.passed.set_result(None)
+
+    def _is_complete(self) -> bool:
+        """Whether all that could be gathered is."""
+        return not self._num_coming and (self._has_begun or not self._more_to_come())
 
     def _next(self) -> int:
         """The next prompt in order, from the first again after the last."""
@@ -157,16 +169,28 @@ class Ticket:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._waiting: _Waiting | None = None
+        self._when_waiting: Callable[[], None] = _nothing
+        self._when_passed: Callable[[], None] = _nothing
+
+    def watch(self, when_waiting: Callable[[], None], when_passed: Callable[[], None]) -> None:
+        """Be told when the program begins to wait for its turn, and when it has it."""
+        self._when_waiting, self._when_passed = when_waiting, when_passed
 
     async def enter(self, prompt: Prompt) -> None:
         """Wait for the turn of the program, whose first request has this prompt."""
         if self._waiting is None:
+            self._when_waiting()
             self._waiting = self._gate.arrive(prompt)
+            self._waiting.passed.add_done_callback(self._pass)
         await asyncio.shield(self._waiting.passed)
 
     def leave(self) -> None:
         """The program has ended."""
         self._gate.leave(self._waiting)
+
+    def _pass(self, passed: "asyncio.Future[None]") -> None:
+        if not passed.cancelled():
+            self._when_passed()
 
 
 class GatedBackend:
@@ -221,6 +245,10 @@ def common_prefix(prompts: Sequence[Prompt]) -> Prompt | None:
 async def compute(backend: Backend, prefix: Prompt) -> None:
     """Let a backend compute a prefix, which it then has in its cache. Costs one token more."""
     await backend.generate(prefix, Call(options={"max_tokens": 1, "temperature": 0.0}))
+
+
+def _nothing() -> None:
+    """Nobody watches."""
 
 
 def _key_of(prompt: Prompt) -> Key:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from sapwood.frontend_lang.answering import Defaults
 from sapwood.frontend_lang.arguments import (
@@ -22,12 +22,16 @@ from sapwood.frontend_lang.arguments import (
     options_of,
 )
 from sapwood.frontend_lang.constraint import constraint_of_options, with_number_stops
+from sapwood.frontend_lang.nodes import Concat, Gen
 from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.running import ProgramRun
 from sapwood.frontend_lang.state import ProgramState
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from sapwood.frontend_lang.backends.interface import Backend
+    from sapwood.frontend_lang.tracer import Trace
 
 
 class Program:
@@ -99,6 +103,77 @@ class Program:
     def __call__(self, /, *args: Any, **arguments: Any) -> ProgramState:
         """`run`."""
         return self.run(*args, **arguments)
+
+    @overload
+    def run_batch(
+        self,
+        batch_arguments: Iterable[Mapping[str, Any]],
+        *,
+        generator_style: Literal[False] = False,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[ProgramState]: ...
+    @overload
+    def run_batch(
+        self,
+        batch_arguments: Iterable[Mapping[str, Any]],
+        *,
+        generator_style: Literal[True],
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> Generator[ProgramState]: ...
+    def run_batch(
+        self,
+        batch_arguments: Iterable[Mapping[str, Any]],
+        *,
+        generator_style: bool = False,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Any,
+    ) -> list[ProgramState] | Generator[ProgramState]:
+        """Run the program once for each of several keyword arguments; the states in their order.
+
+        What the programs have in common is computed once, and they begin depth first over the tree
+        of their prompts (`gate.py`). At most `num_threads` of them work at the backend, and run on
+        threads, at once; an async program needs no thread. With `generator_style` states come as
+        soon as they, and those before them, are done. `on_error="raise"`: the first error of any
+        of them is raised, and the others are aborted; `"return"`: its state's `error()` tells.
+        `options` are those of `run`; a `timeout` is each program's own, without its wait for its
+        turn.
+        """
+        from sapwood.frontend_lang.batch import BatchPlan, run_batch
+
+        plan = BatchPlan(num_threads=num_threads, progress_bar=progress_bar, on_error=on_error)
+        states = run_batch(self.with_options(**options), batch_arguments, plan)
+        return states if generator_style else list(states)
+
+    def trace(self, /, *args: Any, **arguments: Any) -> Trace:
+        """The program's graph, without a backend; arguments that are not given are unknown.
+
+        Raises TraceError where the program needs to know what only a run does.
+        """
+        from sapwood.frontend_lang.tracer import trace
+
+        given = self._given(args, arguments)
+        return trace(self.function, given.positional, given.arguments)
+
+    def cache(self, backend: object = None) -> None:
+        """Let a backend compute what every run begins with: all before the first text that is not
+        known. The function is run once, without a backend, to find it. Does nothing where a backend
+        takes messages only. Raises ProgramError."""
+        from sapwood.frontend_lang.tracer import trace_prefix
+
+        chosen = PROCESS.backend(self.settings.get("backend") if backend is None else backend)
+        prefix = trace_prefix(self.function, self._base.positional, self._base.arguments)
+        if prefix and not chosen.chat_only:
+            # An answer of one token is the least that every backend can be asked for.
+            least: Gen[str] = Gen(None, {"max_tokens": 1, "temperature": 0.0})
+            Program(lambda s: s.append(Concat((*prefix, least)))).run(backend=chosen)
 
     def __repr__(self) -> str:
         return f"<Program {self.function.__qualname__}>"

@@ -31,6 +31,7 @@ from sapwood.frontend_lang.variables import Latch, Names, Variable
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.running import ProgramRun
+    from sapwood.frontend_lang.trace_view import StateTrace
 
 T = TypeVar("T")
 
@@ -175,6 +176,14 @@ class ProgramState:
         self._run.wait(self._executor.worker.drained())
         failure = self._executor.worker.failure
         return None if failure is None else failure.error()
+
+    def trace(self) -> StateTrace:
+        """What was done so far, with tokens and times. Waits until all that was appended is done or
+        has failed, and raises nothing; `str()` of it is the program's tree."""
+        from sapwood.frontend_lang.trace_view import trace_of
+
+        self._run.wait(self._executor.worker.drained())
+        return trace_of(self._executor)
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
         """The text piece by piece as it comes: all of it, or that of one variable.

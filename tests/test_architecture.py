@@ -47,6 +47,19 @@ SERVER_PUBLIC = tuple(
     )
 )
 
+SERVER_PACKAGES = (
+    "fastapi",
+    "starlette",
+    "pydantic",
+    "pydantic_core",
+    "uvicorn",
+    "prometheus_client",
+    "typer",
+    "rich",
+    "httpx",
+    "numpy",
+)
+
 # The values of runtime that a program is made of; none imports torch.
 LANGUAGE_VALUES = tuple(
     f"sapwood.runtime.{name}"
@@ -98,21 +111,11 @@ RULES = (
         ("sapwood", "sapwood.frontend_lang.examples"),
         ("pydantic",),
     ),
+    Rule("server", ("sapwood", "sapwood.server", *SERVER_PUBLIC), SERVER_PACKAGES),
     Rule(
-        "server",
-        ("sapwood", "sapwood.server", *SERVER_PUBLIC),
-        (
-            "fastapi",
-            "starlette",
-            "pydantic",
-            "pydantic_core",
-            "uvicorn",
-            "prometheus_client",
-            "typer",
-            "rich",
-            "httpx",
-            "numpy",
-        ),
+        "server/cli",
+        ("sapwood", "sapwood.server", "sapwood.frontend_lang", *SERVER_PUBLIC),
+        SERVER_PACKAGES,
     ),
 )
 
