@@ -26,10 +26,6 @@ class Process:
     def has_default_backend(self) -> bool:
         return self._default_backend is not None
 
-    @property
-    def has_default_backend(self) -> bool:
-        return self._default_backend is not None
-
     def backend(self, backend: object = None) -> Backend:
         """`backend`, or the default one. Raises ProgramUsageError where there is neither."""
         if backend is not None:

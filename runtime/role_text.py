@@ -25,8 +25,8 @@ def role_text(render: Render, roles: Sequence[str]) -> tuple[str, str]:
     message is the generation prompt. Texts joined this way are what `render` makes of the whole
     conversation, as far as it never changes what it wrote of earlier messages.
 
-    Raises RequestError where `render` does, and for a template that rewrites earlier messages. Cost:
-    at most five renderings.
+    Raises RequestError where `render` does, and for a template that rewrites earlier messages.
+    Cost: at most five renderings.
     """
     if not 0 < len(roles) <= MAX_ROLES:
         raise RequestError(
