@@ -32,10 +32,9 @@ class LengthEstimator:
         """Tokens that an answer of `num_generated` so far is still expected to get, at least 1.
 
         The third quartile of the answers that got longer than this one; where there is none, as
-        many as it already has. `guess` is the caller's, of the whole answer. It is believed until
-        the answer is longer, and no further than to the longest answer seen: a wrong one costs
-        its own request a preemption at most, and keeps others out no longer than an answer that
-        there was. O(log window).
+        many as it already has. `guess` is the caller's, of the whole answer. One that is too low
+        is believed until the answer is longer, one above the longest answer seen counts as that:
+        nobody can claim more room than an answer took. O(log window).
         """
         left = max(1, max_tokens - num_generated)
         if guess is not None:

@@ -227,8 +227,6 @@ def test_where_everyone_asks_for_warmth_the_work_takes_about_as_long_as_without(
     }
     assert num_steps[True] <= 1.03 * num_steps[False]
 
-    print(num_steps)
-
 
 def said_at_random(rng: random.Random) -> Hints:
     """Any hints, sensible or not."""
