@@ -9,7 +9,15 @@ A library of its own: it knows nothing of tensors, requests, devices or clocks.
     cache.py       leases: a request's blocks, shared through the tree
 """
 
-from sapwood.radix.cache import BlockCopy, Lease, LeaseReleased, Match, NodeView, PrefixCache
+from sapwood.radix.cache import (
+    BlockCopy,
+    Lease,
+    LeaseReleased,
+    Match,
+    NodeView,
+    PrefixCache,
+    WarmPrefix,
+)
 from sapwood.radix.eviction import LRU, EvictionPolicy
 from sapwood.radix.namespace import Namespace, NamespaceKind, NamespacePart
 from sapwood.radix.pool import BlockPool, OutOfBlocks
@@ -31,4 +39,5 @@ __all__ = [
     "OutOfBlocks",
     "PrefixCache",
     "RadixTree",
+    "WarmPrefix",
 ]

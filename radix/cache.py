@@ -7,6 +7,7 @@ The idea of keeping finished requests' blocks in a radix tree is from Zheng et a
 reference-counted blocks and copy on write are from Kwon et al. 2023, §4.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -49,6 +50,20 @@ class BlockCopy:
     num_rows: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WarmPrefix:
+    """Whole blocks that are evicted last; made by `PrefixCache.warm`, ended by its `cool`."""
+
+    node: Node
+    """The node that it ends with, also if that has been evicted."""
+    last_block: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it was evicted."""
+        return bool(self.node.blocks.size) and self.node.last_block == self.last_block
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """A node of the tree as it was when walked over."""
@@ -78,7 +93,8 @@ class PrefixCache:
 
     Invariants: a block's count in the pool is the number of leases that hold it, and one for the
     tree; whoever holds a block of the tree holds those before it, so counts never grow towards
-    the leaves; the queue holds exactly the leaves whose last block the tree alone holds.
+    the leaves; the queue holds exactly the leaves whose last block the tree alone holds; a node
+    is warm if and only if a warm prefix ends with it or below it.
     """
 
     def __init__(
@@ -101,6 +117,7 @@ class PrefixCache:
         self._tree = RadixTree(block_size)
         self._queue = EvictionQueue(policy())
         self._leases: set[Lease] = set()
+        self._warm: dict[Node, list[WarmPrefix]] = {}  # by the node they end with
         self._num_uses = 0
 
     @property
@@ -119,6 +136,11 @@ class PrefixCache:
     @property
     def num_tree_blocks(self) -> int:
         return self._pool.num_tree_blocks
+
+    @property
+    def num_warm_blocks(self) -> int:
+        """Blocks of the tree that are part of a warm prefix, held by leases or not. O(1)."""
+        return self._tree.num_warm_blocks
 
     @property
     def num_cached_tokens(self) -> int:
@@ -196,6 +218,55 @@ class PrefixCache:
             self.version += 1
         return num_freed
 
+    def warm(self, token_ids: TokenIds, namespace: Namespace = ()) -> WarmPrefix | None:
+        """Have the cached whole blocks of `token_ids` evicted after all that is not warm.
+
+        Until `cool`. That is an order and not a hold: it takes room from nobody, and what is
+        evicted all the same has gone. What is added behind the prefix is not warm. None if no
+        whole block is cached. O(tokens).
+        """
+        check_namespace(namespace)
+        path = self._tree.find(namespace, _to_bytes(token_ids), len(token_ids))
+        path.drop_rows()
+        if not path.nodes:
+            return None
+        self._cut(path)
+        prefix = WarmPrefix(path.nodes[-1], path.nodes[-1].last_block)
+        self._tree.warm(prefix.node)
+        self._requeue(prefix.node)
+        self._warm.setdefault(prefix.node, []).append(prefix)
+        return prefix
+
+    def cool(self, prefix: WarmPrefix) -> None:
+        """End the warmth of a prefix. Raises ValueError if it is not warm (any more). O(depth)."""
+        ending = self._warm.get(prefix.node, [])
+        if prefix not in ending:
+            raise ValueError("the prefix is not warm in this cache; cool each once")
+        ending.remove(prefix)
+        if not ending:
+            del self._warm[prefix.node]
+        self._tree.cool(prefix.node)
+        node: Node | None = prefix.node
+        while node is not None and not node.blocks.size:
+            node = node.parent  # its own end was evicted
+        self._requeue(node)
+
+    def warm_prefixes(self, token_ids: TokenIds, namespace: Namespace = ()) -> list[WarmPrefix]:
+        """The warm prefixes that `token_ids` begin with and that are still whole, longest first.
+
+        Of those that end alike the first that was warmed comes first. Changes nothing. O(tokens).
+        """
+        if not self._warm:
+            return []
+        check_namespace(namespace)
+        path = self._tree.find(namespace, _to_bytes(token_ids), len(token_ids))
+        path.drop_rows()
+        nodes = path.nodes
+        if nodes and path.end < len(nodes[-1].blocks):
+            nodes = nodes[:-1]  # left before its end
+        ending = (prefix for node in reversed(nodes) for prefix in self._warm.get(node, ()))
+        return [prefix for prefix in ending if prefix.is_whole]
+
     def flush(self) -> None:
         """Drop everything that no lease holds; leases keep what they have."""
         self.evict(self.num_evictable_blocks)
@@ -231,6 +302,7 @@ class PrefixCache:
             before[node.blocks[1:]] = node.blocks[:-1]
             if node.parent is not None and node.parent.blocks.size:
                 before[node.blocks[0]] = node.parent.last_block
+        self._check_warm(nodes)
         refs = pool.in_tree.astype(np.int32)
         for lease in self._leases:
             held = lease.held_blocks()
@@ -241,6 +313,20 @@ class PrefixCache:
             assert pool.in_tree[shared].all(), "a shared block is not in the tree"
             assert (before[shared[1:]] == shared[:-1]).all(), "the shared blocks are no path"
         assert np.array_equal(refs, pool.refs), "the counts differ from the holders"
+
+    def _check_warm(self, nodes: list[Node]) -> None:
+        num_warm: Counter[Node] = Counter()
+        for ending, prefixes in self._warm.items():
+            assert prefixes, "a node is noted as the end of no warm prefix"
+            node: Node | None = ending
+            while node is not None:
+                num_warm[node] += len(prefixes)
+                node = node.parent
+        num_blocks = 0
+        for node in nodes:
+            assert node.num_warm == num_warm[node], "warm prefixes are miscounted"
+            num_blocks += len(node.blocks) if node.num_warm else 0
+        assert self._tree.num_warm_blocks == num_blocks, "warm blocks are miscounted"
 
     def _acquire(
         self, tokens: TokenBytes, max_cached: int, num_tokens: int, namespace: Namespace
@@ -291,14 +377,18 @@ class PrefixCache:
         self._num_uses += 1
         if not path.nodes:
             return
+        self._cut(path)
+        for node in path.nodes:
+            node.last_used = self._num_uses
+        self._requeue(path.nodes[-1])
+
+    def _cut(self, path: Path) -> None:
+        """Cut the last node of a path where the path ends, behind the block its rows are in."""
         last = path.nodes[-1]
         num_used = path.end + (path.num_rows > 0)
         if num_used < len(last.blocks):
             path.nodes[-1] = self._tree.split(last, num_used)
             self._requeue(last)
-        for node in path.nodes:
-            node.last_used = self._num_uses
-        self._requeue(path.nodes[-1])
 
     def _publish(self, lease: "Lease", tokens: TokenBytes, notes: Notes | None) -> None:
         """Adopt the tree's blocks for a lease's settled tokens and add what the tree lacks."""

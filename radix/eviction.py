@@ -1,4 +1,7 @@
-"""Which leaf to evict next. Knows nothing of blocks' holders; time is a count, not a clock."""
+"""Which leaf to evict next: what is warm last, whatever the policy.
+
+Knows nothing of blocks' holders; time is a count, not a clock.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -25,7 +28,7 @@ class LRU:
 
 
 class EvictionQueue:
-    """The candidates for eviction, in order of (the policy's key, node id).
+    """The candidates for eviction, in order of (whether warm, the policy's key, node id).
 
     Invariant: a node is in the queue if and only if its `entry` is not None, under that entry.
     """
@@ -36,13 +39,13 @@ class EvictionQueue:
 
     def __iter__(self) -> Iterator[Node]:
         """The candidates, the next to be evicted first."""
-        return (node for _, _, node in self._entries)
+        return (node for *_, node in self._entries)
 
     def first(self) -> Node | None:
         """The next to be evicted. O(1)."""
         if not self._entries:
             return None
-        node: Node = self._entries[0][2]
+        node: Node = self._entries[0][-1]
         return node
 
     def update(self, node: Node, is_candidate: bool) -> None:
@@ -50,7 +53,7 @@ class EvictionQueue:
 
         The old entry goes by its old key, so that the node may have changed since.
         """
-        entry = (self._policy(node), node.id, node) if is_candidate else None
+        entry = self._entry(node) if is_candidate else None
         if entry == node.entry:
             return
         if node.entry is not None:
@@ -62,5 +65,8 @@ class EvictionQueue:
     def check(self) -> None:
         """Assert that every entry is its node's, with the key of now. O(candidates)."""
         for entry in self._entries:
-            node: Node = entry[2]
-            assert entry == node.entry == (self._policy(node), node.id, node), "an old entry"
+            node: Node = entry[-1]
+            assert entry == node.entry == self._entry(node), "an old entry"
+
+    def _entry(self, node: Node) -> tuple[bool, Any, int, Node]:
+        return node.num_warm > 0, self._policy(node), node.id, node

@@ -50,7 +50,9 @@ class Node:
     last_used: int = 0
     """The cache's count of uses when this node was last part of one."""
     num_children: int = 0
-    entry: "tuple[Any, int, Node] | None" = None
+    num_warm: int = 0
+    """How many warm prefixes end in this node or below it, or did before that was evicted."""
+    entry: "tuple[bool, Any, int, Node] | None" = None
     """Where the node waits to be evicted; kept by `EvictionQueue`."""
 
     @property
@@ -126,6 +128,8 @@ class RadixTree:
         """`block_size` is in tokens."""
         self.num_tokens = 0
         self.num_blocks = 0
+        self.num_warm_blocks = 0
+        """Blocks of the nodes that are part of a warm prefix."""
         self._block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
         self._children: SortedDict = SortedDict()
@@ -198,7 +202,7 @@ class RadixTree:
     def split(self, node: Node, num_blocks: int) -> Node:
         """Cut the first `num_blocks` blocks, not all, off into a new node above; returns it.
 
-        The given node keeps its id, children and end; both have its `last_used`.
+        The given node keeps its id, children and end; both have its `last_used` and warmth.
         O(length of the edge) in bytes copied.
         """
         num_bytes = num_blocks * self._block_bytes
@@ -207,6 +211,7 @@ class RadixTree:
         )
         upper.last_used = node.last_used
         upper.num_children = 1
+        upper.num_warm = node.num_warm
         upper.notes = _known_part(node.notes, 0, upper.num_tokens)
         node.notes = _known_part(node.notes, upper.num_tokens, node.num_tokens)
         self._children[self._key(node.parent, upper)] = upper
@@ -222,13 +227,13 @@ class RadixTree:
     ) -> Node:
         """Add tokens behind a node that ends in a whole block, None for the namespace's root.
 
-        A leaf grows; under any other node begins a new one. Returns the node that ends with the
-        tokens; their notes are unknown. O(log(nodes of the tree)) and the copy of the node's
-        blocks and notes.
+        A leaf grows, unless it is warm, which what comes after it is not; under any other node
+        begins a new one. Returns the node that ends with the tokens; their notes are unknown.
+        O(log(nodes of the tree)) and the copy of the node's blocks and notes.
         """
         self.num_tokens += len(tokens) // TOKEN_BYTES
         self.num_blocks += len(blocks)
-        if node is not None and node.num_children == 0:
+        if node is not None and node.num_children == 0 and node.num_warm == 0:
             del self._node_by_last_block[node.last_block]
             node.tokens += tokens
             if node.notes is not None:
@@ -267,7 +272,23 @@ class RadixTree:
             self._node_by_last_block[leaf.last_block] = leaf
         self.num_tokens -= num_tokens - leaf.num_tokens
         self.num_blocks -= num_blocks
+        if leaf.num_warm:
+            self.num_warm_blocks -= num_blocks
         return removed
+
+    def warm(self, node: Node) -> None:
+        """Count one more warm prefix that ends with a node, all the way up. O(depth)."""
+        for on_path in _upwards(node):
+            if not on_path.num_warm:
+                self.num_warm_blocks += len(on_path.blocks)
+            on_path.num_warm += 1
+
+    def cool(self, node: Node) -> None:
+        """Take back one `warm` of this node, which may have left the tree since. O(depth)."""
+        for on_path in _upwards(node):
+            on_path.num_warm -= 1
+            if not on_path.num_warm:
+                self.num_warm_blocks -= len(on_path.blocks)
 
     def walk(self) -> Iterator[tuple[int, Node]]:
         """Every node with its depth, 0 under a root: depth first, siblings in order of bytes.
@@ -363,6 +384,14 @@ class RadixTree:
         parent.num_children -= 1
         if parent.parent is None and parent.num_children == 0:
             del self._roots[parent.namespace]
+
+
+def _upwards(node: Node | None) -> Iterator[Node]:
+    """A node and all above it. One that was taken out still knows its parent of then, above which
+    the path may have been split but not joined anew."""
+    while node is not None:
+        yield node
+        node = node.parent
 
 
 def _unknown_notes(num_tokens: int) -> Notes:

@@ -28,13 +28,19 @@ class LengthEstimator:
         if len(self._recent) > self._window:
             self._sorted.remove(self._recent.popleft())
 
-    def remaining(self, num_generated: int, max_tokens: int) -> int:
+    def remaining(self, num_generated: int, max_tokens: int, guess: int | None = None) -> int:
         """Tokens that an answer of `num_generated` so far is still expected to get, at least 1.
 
         The third quartile of the answers that got longer than this one; where there is none, as
-        many as it already has. O(log window).
+        many as it already has. `guess` is the caller's, of the whole answer. One that is too low
+        is believed until the answer is longer, one above the longest answer seen counts as that:
+        nobody can claim more room than an answer took. O(log window).
         """
         left = max(1, max_tokens - num_generated)
+        if guess is not None:
+            guess = min(max(1, guess), self._longest_credible)
+            if guess > num_generated:
+                return min(left, guess - num_generated)
         longer = len(self._sorted) - (rank := self._sorted.bisect_right(num_generated))
         if longer:
             expected = self._sorted[rank + (3 * longer) // 4] - num_generated
@@ -43,6 +49,10 @@ class LengthEstimator:
         else:
             expected = self._first_guess
         return int(min(left, max(1, expected)))
+
+    @property
+    def _longest_credible(self) -> int:
+        return int(self._sorted[-1]) if self._sorted else self._first_guess
 
 
 def peak_blocks(held: NDArray[np.int64], remaining: NDArray[np.int64], block_size: int) -> int:

@@ -36,12 +36,14 @@ class EngineStats:
     num_free_blocks: int
     num_evictable_blocks: int
     num_tree_blocks: int
+    num_warm_blocks: int  # of these, kept for requests yet to come
     num_steps: int
     prompt_tokens: int  # of admitted requests
     cached_tokens: int  # of these, not computed
     computed_tokens: int  # rows of all forward passes
     generated_tokens: int
     num_preemptions: int
+    num_taken_up: int  # requests that came back to a prefix kept warm for them
     num_finished_by_reason: dict[str, int]
     num_quarantines: int
 
@@ -133,12 +135,14 @@ class EngineCore:
             num_free_blocks=cache.num_free_blocks,
             num_evictable_blocks=cache.num_evictable_blocks,
             num_tree_blocks=cache.num_tree_blocks,
+            num_warm_blocks=cache.num_warm_blocks,
             num_steps=counters.num_steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             computed_tokens=counters.computed_tokens,
             generated_tokens=counters.generated_tokens,
             num_preemptions=counters.num_preemptions,
+            num_taken_up=counters.num_taken_up,
             num_finished_by_reason=dict(self._num_finished_by_reason),
             num_quarantines=self._num_quarantines,
         )

@@ -11,35 +11,55 @@ from types import MappingProxyType
 from typing import Protocol
 
 from sapwood.runtime.errors import ConfigError
+from sapwood.runtime.programs import Rank
 from sapwood.runtime.request import Sequence
+
+# Cached prefixes that differ by fewer tokens are as good as each other: what a program says of its
+# requests decides, not how many tokens two unrelated prompts happen to have in common.
+NEARLY_EQUAL = 16
 
 
 class SchedulingPolicy(Protocol):
     """An order over waiting sequences."""
 
     def order(
-        self, waiting: list[Sequence], num_cached: Callable[[Sequence], int]
+        self,
+        waiting: list[Sequence],
+        num_cached: Callable[[Sequence], int],
+        rank: Callable[[Sequence], Rank],
     ) -> list[Sequence]:
         """Sort `waiting`, given in arrival order. `num_cached` tells the tokens of the longest
-        cached prefix; it is looked up only when asked for."""
+        cached prefix; it is looked up only when asked for. `rank` is by program, the smallest
+        first (`Programs.ranks`); it is the same for all if no request names a program."""
         ...
 
 
 class LongestPrefixMatch:
     """Longest cached prefix first (Zheng et al. 2024, §3): it visits the tree depth first, so that
-    an edge is used by everyone below it while it is there."""
+    an edge is used by everyone below it while it is there. Where the prefixes are equal, or
+    nearly so, programs are taken depth first as well."""
 
     def order(
-        self, waiting: list[Sequence], num_cached: Callable[[Sequence], int]
+        self,
+        waiting: list[Sequence],
+        num_cached: Callable[[Sequence], int],
+        rank: Callable[[Sequence], Rank],
     ) -> list[Sequence]:
-        return sorted(waiting, key=lambda sequence: -num_cached(sequence))
+        def key(sequence: Sequence) -> tuple[int, Rank, int]:
+            num_tokens = num_cached(sequence)
+            return -(num_tokens // NEARLY_EQUAL), rank(sequence), -num_tokens
+
+        return sorted(waiting, key=key)
 
 
 class FirstComeFirstServed:
-    """Arrival order."""
+    """Arrival order, whatever a program says."""
 
     def order(
-        self, waiting: list[Sequence], num_cached: Callable[[Sequence], int]
+        self,
+        waiting: list[Sequence],
+        num_cached: Callable[[Sequence], int],
+        rank: Callable[[Sequence], Rank],
     ) -> list[Sequence]:
         return waiting
 

@@ -20,6 +20,7 @@ from sapwood.runtime.config import BatchingMode, SchedulerOptions
 from sapwood.runtime.constraints.interface import GrammarError, Matcher
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.policy import SchedulingPolicy
+from sapwood.runtime.programs import Programs
 from sapwood.runtime.request import (
     ChunkResult,
     Request,
@@ -32,6 +33,7 @@ from sapwood.runtime.request import (
 from sapwood.runtime.scoring import PromptScores
 from sapwood.runtime.segmenter import Segmenter
 from sapwood.runtime.step_plan import Chunk, StepPlan
+from sapwood.runtime.warm_prefixes import WarmPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class SchedulerCounters:
     computed_tokens: int = 0  # rows of all steps
     generated_tokens: int = 0
     num_preemptions: int = 0
+    num_taken_up: int = 0  # requests that came back to a prefix kept warm for them
 
 
 class Scheduler:
@@ -87,6 +90,8 @@ class Scheduler:
         self._unfinished: dict[str, list[Sequence]] = {}  # of each request
         self._static_group: frozenset[str] = frozenset()
         self._estimator = LengthEstimator()
+        self._warm = WarmPrefixes(cache)
+        self._programs = Programs()
         self._num_arrived = 0
 
     @property
@@ -151,6 +156,7 @@ class Scheduler:
         for sequence in self._waiting:
             sequence.match_version = -1
         self._cache = cache
+        self._warm = WarmPrefixes(cache)
         return dropped
 
     def drop_waiting(self) -> list[Sequence]:
@@ -173,6 +179,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
+        self._warm.expire(now)
+        self._programs.expire(now)
         chunks: list[Chunk] = []
         num_preemptions = self.counters.num_preemptions
         budget = self._options.max_num_batched_tokens
@@ -281,7 +289,7 @@ class Scheduler:
         for sequence in self._waiting.first(LOOKAHEAD):
             is_aged = sequence.num_overtaken >= self._options.max_overtakes
             (aged if is_aged else others).append(sequence)
-        ordered = self._policy.order(others, self._num_matched)
+        ordered = self._policy.order(others, self._num_matched, self._programs.ranks(others))
         return [*self._waiting.preempted, *aged, *ordered]
 
     def _static_candidates(self) -> list[Sequence]:
@@ -376,6 +384,8 @@ class Scheduler:
         sequence.num_cached_prompt_tokens = min(num_cached, num_prompt_tokens - 1)
         self.counters.prompt_tokens += num_prompt_tokens
         self.counters.cached_tokens += sequence.num_cached_prompt_tokens
+        self.counters.num_taken_up += self._warm.take_up(sequence.request)
+        self._programs.note_started(sequence, now)
 
     def _peak_budget(self) -> PeakBudget:
         """What the running sequences hold and are expected to grow by."""
@@ -394,7 +404,8 @@ class Scheduler:
         max_tokens = min(request.max_tokens, room)
         if request.sampling.ignore_eos:
             return max(1, max_tokens - sequence.num_generated)
-        return self._estimator.remaining(sequence.num_generated, max_tokens)
+        guess = request.hints.output_tokens
+        return self._estimator.remaining(sequence.num_generated, max_tokens, guess)
 
     def _count_overtaken(self, admitted: list[Sequence], held: set[str]) -> None:
         """Count, for each that still waits, who was admitted before it though it came later.
@@ -545,9 +556,11 @@ class Scheduler:
     def _end(
         self, sequence: Sequence, stop: Stop, now: float, token: SampledToken | None = None
     ) -> SequenceOutput:
+        settled = sequence.settled_token_ids
         self._drop(sequence)
         if stop.error is not None:
             return sequence.failure(stop.error, now)
+        self._warm.keep(sequence.request, settled, now)
         return self._output(sequence, now, token, stop)
 
     def _end_early(self, sequence: Sequence, stop: Stop, now: float) -> list[SequenceOutput]:
@@ -634,6 +647,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the cache below it."""
         self._cache.check()
+        self._warm.check()
         orders = [sequence.order for sequence in self._running]
         assert orders == sorted(set(orders)), "running sequences are out of order"
         for sequence in self._running:

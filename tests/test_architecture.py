@@ -183,6 +183,7 @@ TORCH_FREE = (
     "runtime/outputs.py",
     "runtime/plain_json.py",
     "runtime/policy.py",
+    "runtime/programs.py",
     "runtime/reasoning.py",
     "runtime/reasoning_block.py",
     "runtime/regex_syntax.py",
@@ -221,6 +222,7 @@ TORCH_FREE = (
     "runtime/tools/xml_arguments.py",
     "runtime/turn_rules.py",
     "runtime/turns.py",
+    "runtime/warm_prefixes.py",
 )
 CLOCKS = ("time", "datetime")
 CLOCK_FREE = (

@@ -21,6 +21,7 @@ from sapwood.radix import (
     NamespaceKind,
     NamespacePart,
     PrefixCache,
+    WarmPrefix,
 )
 
 Choose = Callable[[int], int]
@@ -48,6 +49,8 @@ OPERATIONS = {
     "preempt": 2,
     "resume": 3,
     "abort": 3,
+    "warm": 2,
+    "cool": 1,
     "evict": 1,
     "flush": 0.5,
 }
@@ -61,6 +64,17 @@ class Entry:
     stamp: int
     notes: Notes
     """One for each token in the block, None where it is not known."""
+    num_warm: int = 0
+    """How many warm prefixes it is part of."""
+
+
+@dataclass(eq=False)
+class Warm:
+    """A warm prefix: its whole blocks as they were, of which some may have been evicted."""
+
+    handle: WarmPrefix
+    prefix: Prefix
+    entries: list[Entry]
 
 
 @dataclass(eq=False)
@@ -113,7 +127,7 @@ def fingerprint(cache: PrefixCache) -> object:
     pool, tree = cache._pool, cache._tree
     nodes = [
         (depth, n.id, n.parent and n.parent.id, n.namespace, bytes(n.tokens), n.blocks.tolist(),
-         n.last_used, n.num_children, n.entry and n.entry[:2],
+         n.last_used, n.num_children, n.num_warm, n.entry and n.entry[:-1],
          n.notes is not None and n.notes.tobytes())
         for depth, n in tree.walk()
     ]  # fmt: skip
@@ -121,7 +135,8 @@ def fingerprint(cache: PrefixCache) -> object:
         pool.refs.tolist(), pool.in_tree.tolist(), pool._free[: pool.num_free].tolist(),
         pool.num_evictable, pool.num_tree_blocks, nodes, list(tree._children), tree._next_id,
         [(ns, root.id, root.num_children) for ns, root in tree._roots.items()],
-        tree.num_tokens, tree.num_blocks, [entry[:2] for entry in cache._queue._entries],
+        tree.num_tokens, tree.num_blocks, [entry[:-1] for entry in cache._queue._entries],
+        tree.num_warm_blocks, [(node.id, len(ends)) for node, ends in cache._warm.items()],
         cache.version, cache._num_uses, len(cache._leases),
     )  # fmt: skip
 
@@ -139,6 +154,7 @@ class World:
         self.entries: dict[Prefix, Entry] = {}
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.warmed: list[Warm] = []
         self.memory: list[list[Row]] = [[None] * block_size for _ in range(num_blocks)]
         self.num_uses = 0
         self.num_notes = 0
@@ -232,6 +248,29 @@ class World:
         if sequence := self._pick(choose):
             self._release(sequence)
 
+    def warm(self, choose: Choose) -> None:
+        known = [s.prefix(len(s.tokens)) for s in (*self.running, *self.waiting)]
+        known += self.entries
+        if not known:
+            return
+        namespace, tokens = known[choose(len(known))]
+        tokens = tokens[: choose(len(tokens)) + 1] if choose(2) else tokens
+        entries = self._whole_entries(namespace, tokens)
+        for entry in entries:
+            entry.num_warm += 1
+        handle = self.cache.warm(array(tokens), namespace)
+        assert (handle is not None) == bool(entries), "what is not cached was warmed, or not"
+        if handle is not None:
+            prefix = namespace, tokens[: len(entries) * self.block_size]
+            self.warmed.append(Warm(handle, prefix, entries))
+
+    def cool(self, choose: Choose) -> None:
+        if self.warmed:
+            warm = self.warmed.pop(choose(len(self.warmed)))
+            for entry in warm.entries:
+                entry.num_warm -= 1
+            self.cache.cool(warm.handle)
+
     def evict(self, choose: Choose) -> None:
         num_blocks = choose(self.cache.num_blocks + 1)
         expected = min(num_blocks, self.cache.num_evictable_blocks)
@@ -249,6 +288,10 @@ class World:
             self._release(sequence)
             self.check()
         assert self.cache.num_evictable_blocks == self.cache.num_tree_blocks
+        while self.warmed:
+            self.cool(lambda n: 0)
+            self.check()
+        assert self.cache.num_warm_blocks == 0
         self.flush(lambda n: 0)
         self.check()
         assert self.cache.num_free_blocks == self.cache.num_blocks
@@ -329,11 +372,7 @@ class World:
         """Change the model as an acquisition must: (new blocks, rows to copy), None if refused."""
         namespace, query = sequence.prefix(max_cached)
         size = self.block_size
-        shared: list[Entry] = []
-        while (end := (len(shared) + 1) * size) <= len(query):
-            if (entry := self.entries.get((namespace, query[:end]))) is None:
-                break
-            shared.append(entry)
+        shared = self._whole_entries(namespace, query)
         num_whole = len(shared) * size
         source, num_rows = self._closest(namespace, query[:num_whole], query[num_whole:][:size])
         assert num_whole + num_rows == self._longest(namespace, query)
@@ -356,6 +395,15 @@ class World:
         self.running.append(sequence)
         self._predict_evict(num_new() - self._num_free())
         return num_new(), num_rows
+
+    def _whole_entries(self, namespace: Namespace, query: Tokens) -> list[Entry]:
+        """The whole blocks that are cached of a query, from its beginning."""
+        found: list[Entry] = []
+        while (end := (len(found) + 1) * self.block_size) <= len(query):
+            if (entry := self.entries.get((namespace, query[:end]))) is None:
+                break
+            found.append(entry)
+        return found
 
     def _check_lease(
         self, sequence: Sequence, lease: Lease | None, expected: tuple[int, int] | None
@@ -407,12 +455,15 @@ class World:
         self._touch(used)
 
     def _predict_evict(self, num_blocks: int) -> None:
-        """Take out, one after the other, the least recently used block that ends the tree."""
+        """Take out, one after the other, the least recently used block that ends the tree.
+
+        Those that are warm come last.
+        """
         for _ in range(num_blocks):
             held = self._held()
             inner = {(ns, tokens[: self._start(tokens)]) for ns, tokens in self.entries}
-            stamp, prefix = min(
-                (entry.stamp, prefix)
+            *_, prefix = min(
+                (entry.num_warm > 0, entry.stamp, prefix)
                 for prefix, entry in self.entries.items()
                 if prefix not in inner and entry.block not in held
             )
@@ -515,6 +566,8 @@ class World:
         assert cache.num_free_blocks == self._num_free()
         assert cache.num_evictable_blocks == len(in_tree - held)
         assert cache.num_tree_blocks == len(in_tree) == len(self.entries)
+        num_warm = sum(entry.num_warm > 0 for entry in self.entries.values())
+        assert cache.num_warm_blocks == num_warm, "other blocks are warm"
         holders = [set(s.table) | {s.source} for s in self.running]
         for index, sequence in enumerate(self.running):
             lease = sequence.live
@@ -529,8 +582,17 @@ class World:
             actual = cache.notes(array(sequence.tokens), sequence.namespace)
             expected = self._notes(sequence.namespace, sequence.tokens)
             assert note_tuple(actual) == expected, "other notes than were given"
+            self._check_warm_prefixes(sequence)
         for (block, row), prefix in self._counted_rows():
             assert self.memory[block][row] == prefix, "a counted row holds something else"
+
+    def _check_warm_prefixes(self, sequence: Sequence) -> None:
+        """Those found are the ones whose end is still the cached one, longest first."""
+        reached = [id(e) for e in self._whole_entries(sequence.namespace, sequence.tokens)]
+        expected = [warm for warm in self.warmed if id(warm.entries[-1]) in reached]
+        expected.sort(key=lambda warm: -len(warm.entries))
+        found = self.cache.warm_prefixes(array(sequence.tokens), sequence.namespace)
+        assert found == [warm.handle for warm in expected]
 
     def _check_tree(self) -> None:
         """The tree holds the model's blocks and notes, each last used when the model says."""
@@ -545,7 +607,7 @@ class World:
             notes = (None,) * len(edge) if node.notes is None else note_tuple(node.notes)
             for index, block in enumerate(node.blocks.tolist()):
                 start, end = index * self.block_size, (index + 1) * self.block_size
-                entry = Entry(block, node.last_used, notes[start:end])
+                entry = Entry(block, node.last_used, notes[start:end], node.num_warm)
                 actual[node.namespace, above + edge[:end]] = entry
         assert actual == self.entries, "the tree holds something else than was published"
         assert num_tokens == self.cache.num_cached_tokens

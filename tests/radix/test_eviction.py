@@ -41,13 +41,14 @@ class Constant:
 POLICIES: list[Callable[[], EvictionPolicy]] = [LRU, MRU, Oldest, Longest, Constant]
 
 
-def next_victim(cache: PrefixCache, policy: EvictionPolicy) -> tuple[Any, int, int] | None:
-    """By looking at every node: the key, id and last block of the leaf that must go first."""
+def next_victim(cache: PrefixCache, policy: EvictionPolicy) -> tuple[bool, Any, int, int] | None:
+    """By looking at every node: warmth, key, id and last block of the leaf that goes first."""
     nodes = [node for _, node in cache._tree.walk()]
     parents = {node.parent for node in nodes}
     held = {block for lease in cache._leases for block in lease.held_blocks().tolist()}
     leaves = [n for n in nodes if n not in parents and int(n.blocks[-1]) not in held]
-    return min(((policy(n), n.id, int(n.blocks[-1])) for n in leaves), default=None)
+    keys = ((n.num_warm > 0, policy(n), n.id, int(n.blocks[-1])) for n in leaves)
+    return min(keys, default=None)
 
 
 def fill(cache: PrefixCache, choose: random.Random, num_requests: int) -> list[Lease]:
@@ -60,6 +61,8 @@ def fill(cache: PrefixCache, choose: random.Random, num_requests: int) -> list[L
             continue
         lease.copied()
         lease.publish(prompt)
+        if choose.random() < 0.2:
+            cache.warm(prompt)
         if choose.random() < 0.1:
             kept.append(lease)
         else:
@@ -80,7 +83,7 @@ def test_the_order_is_the_policys(
         while (victim := next_victim(cache, policy)) is not None:
             num_evictable = cache.num_evictable_blocks
             assert cache.evict(1) == 1
-            assert cache._pool.refs[victim[2]] == 0, "another block went"
+            assert cache._pool.refs[victim[-1]] == 0, "another block went"
             assert cache.num_evictable_blocks == num_evictable - 1
             cache.check()
             if choose.random() < 0.1:
@@ -179,3 +182,64 @@ def test_each_cache_has_a_policy_of_its_own() -> None:
     PrefixCache(4, policy=make)
     PrefixCache(4, policy=make)
     assert len(made) == 2
+
+
+def test_a_warm_prefix_outlasts_everything_that_is_not() -> None:
+    cache = PrefixCache(16, 2)
+    serve(cache, prompt(1, 2, 3, 4))
+    assert cache.warm(prompt(1, 2, 3, 4)) is not None
+    serve(cache, prompt(5, 6, 7, 8))
+    assert cache.evict(2) == 2
+    assert cache.match(prompt(5, 6, 7, 8, 0)).num_tokens == 0
+    assert cache.match(prompt(1, 2, 3, 4, 0)).num_tokens == 4
+
+
+def test_what_is_warm_goes_as_well_when_nothing_else_is_left() -> None:
+    cache = PrefixCache(4, 2)
+    serve(cache, prompt(1, 2, 3, 4))
+    warm = cache.warm(prompt(1, 2, 3, 4))
+    assert warm is not None and cache.num_warm_blocks == 2
+    assert cache.num_evictable_blocks == 2
+    lease = cache.acquire(prompt(5, 6, 7, 8, 9, 10, 11), 7)
+    assert lease is not None, "warmth kept a request out"
+    assert cache.num_warm_blocks == 0
+    cache.check()
+    cache.cool(warm)
+    cache.check()
+
+
+def test_what_comes_after_a_warm_prefix_is_not_warm() -> None:
+    cache = PrefixCache(16, 2)
+    serve(cache, prompt(1, 2, 3, 4))
+    assert cache.warm(prompt(1, 2, 3, 4)) is not None
+    serve(cache, prompt(1, 2, 3, 4, 5, 6))
+    assert cache.num_warm_blocks == 2
+    assert cache.evict(1) == 1
+    assert cache.match(prompt(1, 2, 3, 4, 5, 6, 0)).num_tokens == 4
+
+
+def test_a_block_of_two_warm_prefixes_is_counted_once_and_cools_with_the_second() -> None:
+    cache = PrefixCache(16, 2)
+    for last in (5, 7):
+        serve(cache, prompt(1, 2, 3, 4, last, 6))
+    first, second = (cache.warm(prompt(1, 2, 3, 4, last, 6)) for last in (5, 7))
+    assert first is not None and second is not None
+    assert cache.num_warm_blocks == 4
+    cache.cool(first)
+    assert cache.num_warm_blocks == 3
+    assert cache.warm_prefixes(prompt(1, 2, 3, 4, 5, 6)) == []
+    assert cache.warm_prefixes(prompt(1, 2, 3, 4, 7, 6, 9)) == [second]
+    cache.cool(second)
+    assert cache.num_warm_blocks == 0
+    with pytest.raises(ValueError, match="not warm"):
+        cache.cool(second)
+
+
+def test_only_whole_blocks_are_warm_and_nothing_that_is_not_cached() -> None:
+    cache = PrefixCache(16, 4)
+    serve(cache, prompt(1, 2, 3, 4, 5, 6))
+    assert cache.warm(prompt(1, 2, 3)) is None
+    assert cache.warm(prompt(9, 9, 9, 9)) is None
+    assert cache.warm(prompt(1, 2, 3, 4, 5, 6)) is not None
+    assert cache.num_warm_blocks == 1
+    cache.check()

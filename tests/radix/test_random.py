@@ -75,6 +75,8 @@ class CacheMachine(RuleBasedStateMachine):
     preempt = operation("preempt", needs="running")
     resume = operation("resume", needs="waiting")
     abort = operation("abort", needs="running")
+    warm = operation("warm")
+    cool = operation("cool", needs="warmed")
     evict = operation("evict", needs="entries")
     flush = operation("flush", needs="entries")
 

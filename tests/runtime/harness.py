@@ -17,6 +17,7 @@ from sapwood.radix import PrefixCache
 from sapwood.runtime.config import SchedulerOptions
 from sapwood.runtime.constraints.interface import GrammarError, Matcher
 from sapwood.runtime.core import EngineCore
+from sapwood.runtime.hints import NO_HINTS, Hints
 from sapwood.runtime.outputs import FinishReason, TokenLogprobs
 from sapwood.runtime.policy import load_policy
 from sapwood.runtime.request import ChunkResult, Request, SampledToken, SequenceOutput
@@ -167,13 +168,17 @@ class Finished:
 
 @dataclass
 class Harness:
-    """An engine core over the paged executor; steps are counted from 1."""
+    """An engine core over the paged executor; steps are counted from 1.
+
+    A step takes `step_seconds`; `wait` lets time pass without one.
+    """
 
     block_size: int = 16
     num_blocks: int = 1024
     next_token: NextToken = token_after
     max_model_len: int | None = None
     min_saved_tokens: int = 1
+    step_seconds: float = 1.0
     prefix_caching: bool = True
     token_bytes: tuple[bytes, ...] = ()
     options: dict[str, object] = field(default_factory=dict)
@@ -192,11 +197,12 @@ class Harness:
         self.core = EngineCore(
             self.scheduler,
             self.executor,
-            clock=lambda: float(self.num_steps),
+            clock=lambda: self.now,
             make_cache=self.make_cache,
             check_invariants=True,
         )
         self.num_steps = 0
+        self.waited_seconds = 0.0
         self.finished: dict[str, Finished] = {}
         self.answers: dict[str, list[int]] = {}
         self.errors: dict[str, str] = {}
@@ -205,6 +211,10 @@ class Harness:
 
     def make_cache(self) -> PrefixCache:
         return PrefixCache(self.num_blocks, self.block_size, enabled=self.prefix_caching)
+
+    @property
+    def now(self) -> float:
+        return self.num_steps * self.step_seconds + self.waited_seconds
 
     @property
     def cache(self) -> PrefixCache:
@@ -218,6 +228,7 @@ class Harness:
         request_id: str | None = None,
         namespace: tuple = (),
         matcher: Matcher | None = None,
+        hints: Hints = NO_HINTS,
         **sampling: object,
     ) -> str:
         request_id = request_id or f"r{self._num_added}"
@@ -231,9 +242,10 @@ class Harness:
             max_tokens=max_tokens,
             seed=0,
             eos_token_ids=(EOS,),
-            arrival_time=float(self.num_steps),
+            arrival_time=self.now,
             namespace=namespace,
             matcher=matcher,
+            hints=hints,
         )
         self.core.add(request)
         self.answers[request_id] = []
@@ -266,6 +278,11 @@ class Harness:
 
     def abort(self, request_id: str) -> None:
         self.take(self.core.abort(request_id))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the engine looks whether there is anything to do."""
+        self.waited_seconds += seconds
+        self.take(self.core.step())
 
     def run(self, limit: int = 100_000) -> None:
         """Step until nothing is left. An error in a step is the test's error."""

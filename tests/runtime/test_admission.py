@@ -59,3 +59,25 @@ def test_old_answers_are_forgotten() -> None:
     for length in (500, 500, 500, 500, 8, 8, 8, 8):
         estimator.observe(length)
     assert estimator.remaining(0, 1000) == 8
+
+
+def test_a_guess_counts_until_the_answer_is_longer() -> None:
+    estimator = LengthEstimator()
+    assert estimator.remaining(0, 1000, guess=12) == 12
+    assert estimator.remaining(10, 1000, guess=12) == 2
+    for length in (10, 20, 30, 40):
+        estimator.observe(length)
+    assert estimator.remaining(0, 1000, guess=12) == 12
+    assert estimator.remaining(0, 8, guess=12) == 8
+    assert estimator.remaining(25, 1000, guess=12) == estimator.remaining(25, 1000)
+    assert estimator.remaining(0, 1000, guess=0) == 1
+
+
+def test_a_guess_above_every_answer_seen_counts_as_the_longest() -> None:
+    estimator = LengthEstimator(first_guess=256)
+    assert estimator.remaining(0, 10**6, guess=2**31 - 1) == 256
+    for length in (10, 20, 30, 400):
+        estimator.observe(length)
+    assert estimator.remaining(0, 10**6, guess=2**31 - 1) == 400
+    assert estimator.remaining(100, 10**6, guess=2**31 - 1) == 300
+    assert estimator.remaining(500, 10**6, guess=2**31 - 1) == 500

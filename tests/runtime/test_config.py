@@ -50,4 +50,4 @@ def test_an_option_of_constraints_out_of_range_is_refused(option: str, value: ob
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_registered_policy_loads(name: str) -> None:
-    assert load_policy(name).order([], lambda sequence: 0) == []
+    assert load_policy(name).order([], lambda sequence: 0, lambda sequence: ()) == []

@@ -8,6 +8,7 @@ import pytest
 
 from sapwood.radix import Lease, NamespaceKind, NamespacePart
 from sapwood.runtime.config import BatchingMode
+from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.request import Sequence
 from sapwood.runtime.scheduler import Scheduler
@@ -315,6 +316,20 @@ def test_a_short_answer_is_admitted_beside_a_long_one_that_will_need_its_blocks_
     harness.run()
     assert harness.scheduler.counters.num_preemptions == 0
     assert (harness.finished[long].step, harness.finished[short].step) == (32, 12)
+
+
+@pytest.mark.parametrize(("guess", "num_running"), [(None, 2), (4, 3)])
+def test_answers_that_are_said_to_be_short_are_admitted_beside_each_other(
+    guess: int | None, num_running: int
+) -> None:
+    harness = Harness(block_size=4, num_blocks=100)
+    for i in range(3):
+        prompt = [100 * i + j for j in range(8)]
+        harness.add(prompt, 150, hints=Hints(output_tokens=guess))
+    harness.step()
+    assert harness.scheduler.num_running == num_running  # of 40 blocks each, or of 3
+    harness.run()
+    assert [len(answer) for answer in harness.answers.values()] == [150] * 3
 
 
 def test_answers_that_max_tokens_cut_off_teach_nothing_about_lengths() -> None:
