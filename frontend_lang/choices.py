@@ -162,15 +162,15 @@ async def select(
     With an encoder the prompt is `settled` and `pending` (the constants that are not encoded yet);
     of `prompt` its text and messages are passed on, and its tokens not looked at. All choices
     are scored in one call, and in a second one without the prompt where the method needs it.
+    A backend that takes messages only scores by what it answers when it is held to the choices.
     Raises RequestError for choices that cannot be told apart, and for a backend that cannot score.
     """
     choices = checked_choices(choices)
-    if backend.chat_only:
+    if backend.chat_only and method.needs_unconditional:
         raise RequestError(
-            f"{backend.name} takes messages only and tells no probabilities of given texts, which "
-            "select needs; take a backend that scores, or ask with "
-            "gen(output_type=Literal['yes', 'no'])",
-            param="choices",
+            f"{backend.name} takes messages only and tells no probabilities of texts alone, which "
+            "the method needs; choose token_length_normalized, or take a backend that scores texts",
+            param="choices_method",
         )
     if backend.encoder is None:
         return await _select_by_text(backend, prompt, choices, method, hints)

@@ -163,7 +163,10 @@ class Anthropic:
             **_sampling_fields(fields),
             **({} if form is None else {"output_config": {"format": _json_schema(form)}}),
         }
-        return _Request(body, fields.get("n", 1), form)
+        num_answers = fields.get("n", 1)
+        if num_answers < 1:
+            raise RequestError(f"n is {num_answers}; give at least 1", param="n")
+        return _Request(body, num_answers, form)
 
     def _messages(self, prompt: Prompt) -> dict[str, Any]:
         closed, begun = conversation(prompt, api=self.name)

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from sapwood.runtime.errors import (
@@ -385,6 +384,8 @@ class _Told:
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks to wait, from any of the forms there are; None: it says nothing
     that can be understood."""
+    from email.utils import parsedate_to_datetime  # takes longer to import than all of this
+
     try:
         if (milliseconds := headers.get("retry-after-ms")) is not None:
             return max(0.0, float(milliseconds) / 1000)

@@ -168,8 +168,8 @@ def _num_shared(tokens: Sequence[Sequence[bytes]]) -> int:
     """Length of the common prefix of all. One alone shares all with itself."""
     shared = min(map(len, tokens))
     for own in tokens[1:]:
-        while own[:shared] != tokens[0][:shared]:
-            shared -= 1
+        pairs = enumerate(zip(tokens[0], own, strict=False))
+        shared = min(shared, next((i for i, (one, other) in pairs if one != other), shared))
     return shared
 
 

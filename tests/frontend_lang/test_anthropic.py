@@ -163,6 +163,11 @@ def test_n_answers_are_n_requests() -> None:
     assert len(server.received) == 3
 
 
+def test_no_answer_at_all_is_refused() -> None:
+    with pytest.raises(RequestError, match="at least 1"):
+        generated(reply(0), calling(n=0))
+
+
 def test_the_first_of_n_answers_that_fails_ends_the_others() -> None:
     failed = reply(
         {"type": "error", "error": {"type": "invalid_request_error", "message": "x"}}, 400

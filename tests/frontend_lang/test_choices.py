@@ -123,9 +123,14 @@ def test_choices_that_cannot_be_chosen_among_are_refused(choices: list[str], mat
     assert caught.value.param == "choices"
 
 
-def test_a_backend_of_messages_is_refused_with_a_way_out() -> None:
-    with pytest.raises(RequestError, match="takes messages only.*Literal"):
-        asyncio.run(select(FakeBackend(chat_only=True), Prompt(text=""), ["a", "b"]))
+def test_a_backend_of_messages_has_no_probabilities_of_texts_alone() -> None:
+    backend = FakeBackend(chat_only=True, with_encoder=False)
+    prompt = Prompt(text="Is it?")
+    with pytest.raises(RequestError, match="takes messages only.*token_length_normalized"):
+        asyncio.run(select(backend, prompt, ["a", "b"], unconditional_likelihood_normalized))
+    assert not backend.asked
+    chosen = asyncio.run(select(backend, prompt, ["not", "no"]))
+    assert chosen.text == "no"
 
 
 @pytest.mark.parametrize("method", METHODS)
