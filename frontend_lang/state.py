@@ -65,9 +65,10 @@ class ProgramState:
         """`s += node` as a call. Raises TypeError for what is neither node nor text."""
         if self._run.has_returned:
             raise ProgramUsageError("this program has ended; nothing can be appended to its state")
-        for statement in statements_of(as_node(node), calling_place()):
+        statements = list(statements_of(as_node(node), calling_place()))
+        for statement in statements:
             self._register(statement)
-            self._executor.worker.submit(statement)
+        self._executor.worker.submit(*statements)
 
     def system(self, expr: Node | str | None = None) -> RoleBlock:
         """A system message: `s.system("...")`, or `with s.system():`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 import sapwood as sgl
+from sapwood.frontend_lang.nodes import Node
 from sapwood.frontend_lang.state import ProgramState
 
 NAMES = ("a", "b", "c")
@@ -60,8 +61,8 @@ def perform(s: ProgramState, program: tuple[Statement, ...], in_role: bool = Fal
                 _SIMPLE[statement.kind](s, statement.name)
 
 
-def _append(s: ProgramState, node: object) -> None:
-    s += node  # type: ignore[operator]
+def _append(s: ProgramState, node: Node | str) -> None:
+    s += node
 
 
 _SIMPLE: dict[str, Callable[[ProgramState, str], object]] = {
