@@ -114,9 +114,11 @@ class Executor:
             case ForkPoint(branches=branches):
                 for branch in branches:
                     branch.begin_from(self)
-            case Append(branches=branches):
+            case Append(branches=branches, gathered=gathered):
                 for branch in branches:
                     await self._append(branch)
+                for variable in gathered:
+                    variable.gather()
             case Value(source=Variable() as variable):
                 await variable.latch.wait_async()
                 self._say(str(variable.value()))

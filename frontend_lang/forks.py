@@ -70,21 +70,29 @@ class ForkGroup(Sequence["ProgramState"]):
             self.join()
 
     def join(self, mode: JoinMode = "gather_variable") -> None:
-        """Bring the branches together.
+        """Bring the branches together: what they have set becomes lists of the parent, which go on
+        where an earlier join has gathered the same names. A variable of the parent's own stays.
 
-        `gather_variable` waits for them, and makes of every variable that is new in them a list of
-        the parent's, which goes on where an earlier join gathered the same name. Raises
-        ProgramError for a branch that failed. `concate_and_append` appends to the parent what the
-        branches have said since the fork; a branch that failed fails the parent.
+        `gather_variable` waits for the branches, and raises ProgramError for one that failed.
+        `concate_and_append` also appends to the parent what they have said since the fork, and does
+        not wait: a branch that failed fails the parent there.
         """
+        gathered = self._gathered()
         if mode == "gather_variable":
-            self._gather()
+            for branch in self._branches:
+                branch.sync()
+            for variable in gathered:
+                variable.gather()
         elif mode == "concate_and_append":
-            self._parent.append(Append(tuple(branch._executor for branch in self._branches)))
+            executors = tuple(branch._executor for branch in self._branches)
+            self._parent.append(Append(executors, gathered))
         else:
             raise ProgramUsageError(
                 f"join mode {mode!r} is none; there are 'gather_variable' and 'concate_and_append'"
             )
+        for variable in gathered:
+            assert variable.name is not None
+            self._parent._names.add(variable.name, variable)
 
     async def settled(self) -> None:
         """Wait for all branches in an async program; `join()` and `group["x"]` then answer at
@@ -92,25 +100,17 @@ class ForkGroup(Sequence["ProgramState"]):
         for branch in self._branches:
             await branch.settled()
 
-    def _gather(self) -> None:
-        for branch in self._branches:
-            branch.sync()
-        names = self._parent._names
-        for name in self._names_set():
-            before = names[name] if name in names else None
-            if before is None or isinstance(before, Gathered):
-                found = [branch[name] for branch in self._branches if self._has_set(branch, name)]
-                gathered = before.value() if before is not None else []
-                names.add(name, Gathered.of(name, [*gathered, *found]))
-
-    def _names_set(self) -> list[str]:
-        """The names that branches have set since the fork, in their order."""
-        names = (name for branch in self._branches for name in branch._names)
-        return [
-            name
-            for name in dict.fromkeys(names)
-            if any(self._has_set(branch, name) for branch in self._branches)
-        ]
+    def _gathered(self) -> tuple[Gathered, ...]:
+        """For each name that branches have set since the fork, in their order, all they found."""
+        own = self._parent._names
+        names = dict.fromkeys(name for branch in self._branches for name in branch._names)
+        gathered = []
+        for name in names:
+            parts = [each._names[name] for each in self._branches if self._has_set(each, name)]
+            before = own[name] if name in own else None
+            if parts and (before is None or isinstance(before, Gathered)):
+                gathered.append(Gathered(name, parts, before))
+        return tuple(gathered)
 
     def _has_set(self, branch: ProgramState, name: str) -> bool:
         if name not in branch._names:

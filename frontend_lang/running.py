@@ -44,7 +44,7 @@ class ProgramRun:
         self.executors: list[Executor] = []
         self.names: list[Names] = []
         self.has_returned = False  # the program appends nothing any more
-        self.has_ended = False  # and all that it appended is done
+        self.ended = Latch()  # and all that it appended is done
         self._thread_id: int | None = None  # of a program that is a plain function
         self._timer: asyncio.TimerHandle | None = None
         background.register(self)
@@ -112,7 +112,7 @@ class ProgramRun:
         )
 
         def start() -> None:
-            if not self.has_ended:
+            if not self.ended.is_open:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(seconds, lambda: self.abort(error))
 
@@ -137,7 +137,7 @@ class ProgramRun:
                 raise failure.error()
 
     def _end(self) -> None:
-        self.has_returned = self.has_ended = True
+        self.has_returned = True
         self.background.unregister(self)
         if self._timer is not None:
             self.background.post(self._timer.cancel)
@@ -145,6 +145,7 @@ class ProgramRun:
             names.complete()
         for executor in self.executors:
             executor.feed.close(executor.worker.failure)
+        self.ended.open()
 
     def _cancel(self) -> None:
         for executor in self.executors:

@@ -65,9 +65,10 @@ class ProgramState:
         """`s += node` as a call. Raises TypeError for what is neither node nor text."""
         if self._run.has_returned:
             raise ProgramUsageError("this program has ended; nothing can be appended to its state")
-        for statement in statements_of(as_node(node), calling_place()):
+        statements = list(statements_of(as_node(node), calling_place()))
+        for statement in statements:
             self._register(statement)
-            self._executor.worker.submit(statement)
+        self._executor.worker.submit(*statements)
 
     def system(self, expr: Node | str | None = None) -> RoleBlock:
         """A system message: `s.system("...")`, or `with s.system():`."""
@@ -153,7 +154,7 @@ class ProgramState:
         return tuple(self._names)
 
     def text(self) -> str:
-        """All text so far, with what a chat template puts around messages."""
+        """All text so far (from outside of a program: when it has ended), with what a chat template puts around messages."""
         text: str = self._look(lambda transcript: transcript.text)
         return text
 
@@ -167,12 +168,15 @@ class ProgramState:
         self._look(lambda transcript: None)
 
     async def settled(self) -> None:
-        """`sync` for async programs: after it nothing that was appended before has to be waited
-        for, so `s["x"]`, `text()` and `join()` answer at once. Raises nothing."""
+        """`sync` for async programs and readers: after it nothing that was appended before has to be
+        waited for, so `s["x"]`, `text()` and `join()` answer at once. Raises nothing."""
+        if not self._run.is_inside:
+            await self._run.ended.wait_async()
         await self._executor.worker.drained().wait_async()
 
     def error(self) -> ProgramError | None:
         """Wait until all that was appended is done or has failed; what has failed."""
+        self._wait_for_program()
         self._run.wait(self._executor.worker.drained())
         failure = self._executor.worker.failure
         return None if failure is None else failure.error()
@@ -266,12 +270,18 @@ class ProgramState:
 
     def _look(self, question: Callable[[Transcript], Any]) -> Any:
         """What the transcript says when all is done that was appended."""
+        self._wait_for_program()
         worker, answer = self._executor.worker, Variable(None)
         if worker.is_at_rest and worker.failure is None:
             return question(self._executor.transcript)
         worker.submit(Statement(Look(question), calling_place(), answer))
         self._run.wait(answer.latch)
         return answer.value()
+
+    def _wait_for_program(self) -> None:
+        """Asked from outside, the whole of a program is meant, not what it has said by chance."""
+        if not self._run.is_inside:
+            self._run.wait(self._run.ended)
 
     def _parsed(self, name: str, value: Any) -> Any:
         node = self._nodes.get(name)

@@ -16,7 +16,7 @@ from sapwood.frontend_lang.nodes import (
     Select,
     SeparateReasoning,
 )
-from sapwood.frontend_lang.variables import Variable
+from sapwood.frontend_lang.variables import Gathered, Variable
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.executor import Executor
@@ -32,9 +32,10 @@ class ForkPoint(Node):
 
 @dataclass(frozen=True, slots=True)
 class Append(Node):
-    """The new text of branches, one after the other."""
+    """The new text of branches, one after the other. `gathered` are settled with it."""
 
     branches: "tuple[Executor, ...]"
+    gathered: tuple[Gathered, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,13 @@ class Statement(NamedTuple):
             self.variable.fail(failure)
         if self.reasoning is not None:
             self.reasoning.fail(failure)
-        if isinstance(self.node, ForkPoint):
-            for branch in self.node.branches:
-                branch.worker.fail(failure)
+        match self.node:
+            case ForkPoint(branches=branches):
+                for branch in branches:
+                    branch.worker.fail(failure)
+            case Append(gathered=gathered):
+                for variable in gathered:
+                    variable.fail(failure)
 
 
 def statements_of(

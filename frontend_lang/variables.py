@@ -6,8 +6,8 @@ that fails at once, and may be waited for on any thread and any event loop.
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from sapwood.frontend_lang.errors import Failure, UnknownVariableError
 
@@ -79,10 +79,10 @@ class Variable:
         self._meta: Meta = {}
         self._failure: Failure | None = None
 
-    @classmethod
-    def of(cls, name: str, value: Any) -> Self:
+    @staticmethod
+    def of(name: str, value: Any) -> "Variable":
         """A variable whose value is known."""
-        variable = cls(name)
+        variable = Variable(name)
         variable.settle(value)
         return variable
 
@@ -120,9 +120,22 @@ class Variable:
 
 
 class Gathered(Variable):
-    """What branches found, as a list; a later join of the same name adds to it."""
+    """What branches found, as a list; a later join of the same name adds to it.
 
-    __slots__ = ()
+    `parts` are the branches' variables, `before` is what an earlier join gathered.
+    """
+
+    __slots__ = ("_before", "_parts")
+
+    def __init__(self, name: str, parts: Sequence[Variable], before: Variable | None) -> None:
+        super().__init__(name)
+        self._parts = parts
+        self._before = before
+
+    def gather(self) -> None:
+        """Settle it; all that it is made of is settled. Raises ProgramError."""
+        found = [part.value() for part in self._parts]
+        self.settle([*(self._before.value() if self._before is not None else ()), *found])
 
 
 class Names:

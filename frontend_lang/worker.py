@@ -57,9 +57,10 @@ class Worker:
         """Whether all that was submitted is done or has failed."""
         return not self._is_awake or self.failure is not None
 
-    def submit(self, statement: Statement) -> None:
-        """Perform a statement after those before it."""
-        self._queue.append(statement)
+    def submit(self, *statements: Statement) -> None:
+        """Perform statements after those before them. Together they are there at once, so the first
+        sees that the others follow."""
+        self._queue.extend(statements)
         if self.failure is not None:
             self._fail_queue(self.failure)
         elif not self._is_awake:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from sapwood.frontend_lang.backends.openai import LiteLLM as LiteLLM
     from sapwood.frontend_lang.backends.openai import OpenAI as OpenAI
     from sapwood.frontend_lang.backends.recording import Recording as Recording
+    from sapwood.frontend_lang.choices import greedy_token_selection as greedy_token_selection
+    from sapwood.frontend_lang.choices import token_length_normalized as token_length_normalized
+    from sapwood.frontend_lang.choices import (
+        unconditional_likelihood_normalized as unconditional_likelihood_normalized,
+    )
     from sapwood.frontend_lang.errors import ProgramError as ProgramError
     from sapwood.frontend_lang.errors import ProgramTimeoutError as ProgramTimeoutError
     from sapwood.frontend_lang.errors import ProgramUsageError as ProgramUsageError
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
     from sapwood.frontend_lang.primitives import video as video
     from sapwood.frontend_lang.program import Program as Program
     from sapwood.frontend_lang.state import ProgramState as ProgramState
+    from sapwood.frontend_lang.values import AnswerError as AnswerError
     from sapwood.runtime.async_engine import AsyncEngine as AsyncEngine
     from sapwood.runtime.chat import Chat as Chat
     from sapwood.runtime.chat import ChatOptions as ChatOptions
@@ -85,6 +91,7 @@ __version__ = "0.1.0"
 
 _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
     {
+        "AnswerError": "sapwood.frontend_lang.values",
         "Anthropic": "sapwood.frontend_lang.backends.anthropic",
         "AsyncEngine": "sapwood.runtime.async_engine",
         "Chat": "sapwood.runtime.chat",
@@ -131,6 +138,7 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "gen_int": "sapwood.frontend_lang.primitives",
         "gen_string": "sapwood.frontend_lang.primitives",
         "get_server_info": "sapwood.frontend_lang.primitives",
+        "greedy_token_selection": "sapwood.frontend_lang.choices",
         "image": "sapwood.frontend_lang.primitives",
         "pause": "sapwood.frontend_lang.primitives",
         "select": "sapwood.frontend_lang.primitives",
@@ -139,6 +147,8 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "system": "sapwood.frontend_lang.primitives",
         "system_begin": "sapwood.frontend_lang.primitives",
         "system_end": "sapwood.frontend_lang.primitives",
+        "token_length_normalized": "sapwood.frontend_lang.choices",
+        "unconditional_likelihood_normalized": "sapwood.frontend_lang.choices",
         "user": "sapwood.frontend_lang.primitives",
         "user_begin": "sapwood.frontend_lang.primitives",
         "user_end": "sapwood.frontend_lang.primitives",
