@@ -28,7 +28,7 @@ class Settings(TypedDict, total=False):
 
 SETTING_NAMES = frozenset(Settings.__annotations__)
 ALIASES: Mapping[str, str] = MappingProxyType({"max_new_tokens": "max_tokens"})
-RUN_DEFAULTS: Options = {"max_tokens": 128}  # SGLang's
+RUN_DEFAULTS: Mapping[str, Any] = MappingProxyType({"max_tokens": 128})  # SGLang's
 
 
 @dataclass(frozen=True, slots=True)

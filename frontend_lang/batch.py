@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 AUTO_THREADS = 256  # threads that mostly wait; each is some dozen kilobytes
 AUTO_WIDTH = 128  # programs at work at the backend
+GROW_SECONDS = 0.001  # jobs that have waited so long get more threads
 MAX_IN_FLIGHT = 1024  # programs that have begun; those that wait for their turn are sorted
 
 
@@ -240,14 +241,17 @@ class _Deadline:
 
 
 class _Threads:
-    """At most `size` daemon threads, each started when no other is free: a program that never ends
-    does not keep the process."""
+    """At most `size` daemon threads: a program that never ends does not keep the process.
+
+    There are twice as many whenever jobs have waited for a moment: programs that only append are
+    done in no time, and one thread will do for all of them.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_started = 0
-        self._num_busy = 0  # on the loop's thread only
+        self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, call: Callable[[], Any]) -> Any:
         """What `call` returns, from a thread."""
@@ -255,7 +259,6 @@ class _Threads:
         done: asyncio.Future[Any] = loop.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
-            self._num_busy -= 1
             if done.cancelled():
                 return
             if error is None:
@@ -276,16 +279,23 @@ class _Threads:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, result, error)
 
-        self._num_busy += 1
-        if self._num_busy > self._num_started and self._num_started < self._size:
+        self._jobs.put(work)
+        if self._timer is None:
+            self._grow()
+        return await done
+
+    def _grow(self) -> None:
+        self._timer = None
+        if self._num_started == self._size or self._jobs.empty():
+            return
+        for _ in range(min(max(self._num_started, 1), self._size - self._num_started)):
             self._num_started += 1
             name = f"sapwood-batch-{self._num_started}"
             threading.Thread(target=self._serve, name=name, daemon=True).start()
-        self._jobs.put(work)
-        return await done
+        self._timer = asyncio.get_running_loop().call_later(GROW_SECONDS, self._grow)
 
     def close(self) -> None:
-        """Let the threads end with what they do now."""
+        """Let the threads end with what they do now. Nothing is run any more."""
         for _ in range(self._num_started):
             self._jobs.put(None)
 

@@ -27,7 +27,7 @@ from sapwood.runtime.hints import Hints
 
 logger = logging.getLogger(__name__)
 
-QUIET_SECONDS = 0.05  # when no first request has come for so long, those that are there go
+QUIET_SECONDS = 0.1  # when no first request has come for so long, those that are there go
 GATHER_SECONDS = 2.0  # and they go after so long, however many still come
 MIN_PREFIX_TOKENS = 16  # a shorter common prefix costs more as a request of its own than it saves
 MIN_PREFIX_CHARACTERS = 64
@@ -93,8 +93,8 @@ class Gate:
         """A program has ended, before its first request (None), while it waited, or later."""
         if waiting is None:
             self._num_coming -= 1
-        elif waiting in self._waiting:
-            self._waiting.remove(waiting)
+        elif not waiting.passed.done():
+            del self._waiting[bisect_left(self._waiting, waiting)]
             waiting.passed.cancel()
         else:
             self._num_inside -= 1
@@ -182,7 +182,8 @@ class Ticket:
             self._when_waiting()
             self._waiting = self._gate.arrive(prompt)
             self._waiting.passed.add_done_callback(self._pass)
-        await asyncio.shield(self._waiting.passed)
+        if not self._waiting.passed.done():
+            await asyncio.shield(self._waiting.passed)
 
     def leave(self) -> None:
         """The program has ended."""

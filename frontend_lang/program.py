@@ -51,7 +51,7 @@ class Program:
         self.function = function
         self.num_api_spec_tokens = num_api_spec_tokens
         self.parameters = Parameters.of(function)
-        self._base = base or Invocation(options=RUN_DEFAULTS)
+        self._base = base or options_of(RUN_DEFAULTS)
         update_wrapper(cast(Any, self), function)
 
     @property

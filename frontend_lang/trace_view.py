@@ -172,10 +172,8 @@ def _summary(records: Sequence[NodeRecord]) -> str:
         sum(getattr(record, name) or 0 for record in asking)
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
     )
-    return (
-        f"{len(asking):,} requests: prompt {prompt:,} ({cached:,} cached), generated {generated:,} "
-        "tokens"
-    )
+    requests = f"{len(asking):,} request{'' if len(asking) == 1 else 's'}"
+    return f"{requests}: prompt {prompt:,} ({cached:,} cached), generated {generated:,} tokens"
 
 
 def _shortened(text: str) -> str:

@@ -5,6 +5,8 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +279,73 @@ def test_progress_is_told_on_standard_error(capfd: pytest.CaptureFixture[str]) -
     answer.run_batch(questions(4), backend=FakeBackend(), progress_bar=True)
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err.startswith("4/4 programs, ")
+
+
+@sgl.function
+def few_shot(s: ProgramState, examples: str, question: str) -> None:
+    s += "Solve:\n" + examples + "Q: " + question + "\nA:"
+    s += sgl.gen("answer", max_tokens=2, temperature=0)
+
+
+@sgl.function
+def few_shot_read(s: ProgramState, examples: str, question: str) -> None:
+    """Reads its answer, and asks on."""
+    s += "Solve:\n" + examples + "Q: " + question + "\nA:"
+    s += sgl.gen("answer", max_tokens=2, temperature=0)
+    s += f" is {len(s['answer'])} long." + sgl.gen("more", max_tokens=2, temperature=0)
+
+
+def few_shot_items(num_items: int, num_groups: int) -> list[dict[str, str]]:
+    """Shuffled; each group has examples of its own."""
+    generator = random.Random(11)
+
+    def words(count: int) -> str:
+        return " ".join(str(generator.randrange(1000)) for _ in range(count))
+
+    examples = [f"{words(40)}\n" for _ in range(num_groups)]
+    items = [
+        {"examples": examples[index % num_groups], "question": words(6)}
+        for index in range(num_items)
+    ]
+    generator.shuffle(items)
+    return items
+
+
+def num_distinct(sequences: list[tuple[int, ...]]) -> int:
+    """Tokens of the tree that the sequences make."""
+    ordered = sorted(sequences)
+    shared = [
+        next((at for at, pair in enumerate(zip(*two, strict=False)) if pair[0] != pair[1]), 0)
+        for two in pairwise(ordered)
+    ]
+    return sum(map(len, ordered)) - sum(shared)
+
+
+def share_of_best_hit_rate(program: Any, tiny_model: Path, **options: Any) -> float:
+    """In an engine whose cache is twice the longest request."""
+    items = few_shot_items(num_items=200, num_groups=10)
+    with sgl.Engine(str(tiny_model), num_kv_blocks=64) as engine:
+        tokens = [
+            engine.tokenizer.encode(f"Solve:\n{item['examples']}Q: {item['question']}\nA:")
+            for item in items
+        ]
+    prompts = [tuple(ids.tolist()) for ids in tokens]
+    num_blocks = 2 * -(-(max(map(len, prompts)) + 32) // 16)
+    with sgl.Engine(str(tiny_model), num_kv_blocks=num_blocks) as engine:
+        states = program.run_batch(items, backend=engine, **options)
+        told = [state.get_meta_info("answer") for state in states]
+    assert [meta["prompt_tokens"] for meta in told] == list(map(len, prompts))
+    total = sum(map(len, prompts))
+    best = 1 - num_distinct(prompts) / total
+    return sum(meta["cached_tokens"] for meta in told) / total / best
+
+
+@pytest.mark.parametrize("num_threads", ["auto", 8])
+def test_shuffled_programs_share_as_if_sorted_in_a_cache_of_twice_the_longest(
+    tiny_model: Path, num_threads: Any
+) -> None:
+    assert share_of_best_hit_rate(few_shot, tiny_model, num_threads=num_threads) >= 0.96
+
+
+def test_shuffled_programs_that_read_what_they_ask_share_nearly_as_much(tiny_model: Path) -> None:
+    assert share_of_best_hit_rate(few_shot_read, tiny_model) >= 0.9
