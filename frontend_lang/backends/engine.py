@@ -32,6 +32,7 @@ from sapwood.runtime.errors import ContextLengthError, RequestError
 from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import RequestOutput
 from sapwood.runtime.reasoning import reasoning_tags
+from sapwood.runtime.reasoning_block import ReasoningTags
 from sapwood.runtime.role_text import role_text
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.tokenizer import Tokenizer
@@ -160,8 +161,24 @@ class EngineBackend:
         await self._engine.flush_cache()
 
     async def server_info(self) -> Mapping[str, Any]:
-        """The model and the engine's settings, and its counts so far as `stats`."""
-        return {**asdict(self._engine.info), "stats": asdict(self._engine.stats())}
+        """The model and the engine's settings, by the names of `/get_server_info`, and the counts
+        so far as `stats`."""
+        info = self._engine.info
+        return {
+            "model_path": info.model_name,
+            "is_generation": True,
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "has_chat_template": info.has_chat_template,
+            "device": info.device,
+            "precision": info.precision,
+            "kernels": info.kernels,
+            "schedule_policy": info.schedule_policy,
+            "prefix_caching": info.prefix_caching,
+            "page_size": info.block_size,
+            "max_total_num_tokens": info.kv_capacity_tokens,
+            "stats": asdict(self._engine.stats()),
+        }
 
     async def aclose(self) -> None:
         """Nothing was opened here."""
@@ -173,12 +190,15 @@ class EngineBackend:
 
     def _answer(self, prompt: Prompt, call: Call, sampling: SamplingParams) -> AnswerInProgress:
         tokenizer = self._engine.tokenizer
-        if not call.separate_reasoning:
+        tags = self._reasoning_tags(call) if call.separate_reasoning else None
+        if tags is None:
             return AnswerInProgress(call, sampling, tokenizer)
-        own = reasoning_tags(tokenizer.chat_template, self._engine.config.model.reasoning)
-        tags = tags_of_type(call.reasoning_type, own)
         reasoning = SeparatedReasoning(tags, prompt.text, sampling, tokenizer)
         return AnswerInProgress(call, sampling, tokenizer, reasoning)
+
+    def _reasoning_tags(self, call: Call) -> ReasoningTags | None:
+        template, name = self._engine.tokenizer.chat_template, self._engine.config.model.reasoning
+        return tags_of_type(call.reasoning_type, reasoning_tags(template, name))
 
 
 def _token_ids(prompt: Prompt) -> TokenIds:

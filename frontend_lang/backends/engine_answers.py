@@ -28,20 +28,20 @@ _LIKE_MOST = frozenset(
 )
 
 
-def tags_of_type(model_type: str | None, own: ReasoningTags | None) -> ReasoningTags:
-    """How reasoning is marked: by a name of ours or of SGLang's, or as the model itself does."""
-    found = own if model_type is None else REASONING_TAGS.get(model_type)
-    if found is not None:
-        return found
-    if model_type in _LIKE_MOST:
-        return REASONING_TAGS["think"]
-    known = ", ".join(sorted((*REASONING_TAGS, *_LIKE_MOST)))
-    fault = (
-        "this model's chat template marks no reasoning; name the way it does"
-        if model_type is None
-        else f"there is no way of reasoning called {model_type!r}; name one that is known"
-    )
-    raise RequestError(f"model_type: {fault}: {known}", param="model_type")
+def tags_of_type(model_type: str | None, own: ReasoningTags | None) -> ReasoningTags | None:
+    """How reasoning is marked: by a name of ours or of SGLang's, or as the model itself does; None
+    for a model that writes none. Raises RequestError for a name that is not known."""
+    if model_type is None:
+        return own
+    found = REASONING_TAGS.get("think" if model_type in _LIKE_MOST else model_type)
+    if found is None:
+        known = ", ".join(sorted((*REASONING_TAGS, *_LIKE_MOST)))
+        raise RequestError(
+            f"model_type: there is no way of reasoning called {model_type!r}; name one of {known}, "
+            "or leave it out for the model's own",
+            param="model_type",
+        )
+    return found
 
 
 class AnswerInProgress:

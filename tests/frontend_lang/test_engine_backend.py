@@ -354,14 +354,24 @@ def test_reasoning_is_told_apart_and_its_tokens_are_not_continued(
 
 
 def test_a_way_of_reasoning_that_is_not_known_is_refused(backend: EngineBackend) -> None:
-    async def body(kind: str | None) -> None:
+    async def body() -> None:
         prompt = await prompt_of(backend, "The quick")
-        await backend.generate(prompt, Call(separate_reasoning=True, reasoning_type=kind))
+        await backend.generate(prompt, Call(separate_reasoning=True, reasoning_type="loudly"))
 
     with pytest.raises(RequestError, match="no way of reasoning called 'loudly'.*qwen3"):
-        run(lambda: body("loudly"))
-    with pytest.raises(RequestError, match="chat template marks no reasoning"):
-        run(lambda: body(None))
+        run(body)
+
+
+def test_of_a_model_that_writes_no_reasoning_there_is_none(backend: EngineBackend) -> None:
+    async def body() -> None:
+        prompt = await prompt_of(backend, "The quick")
+        [plain] = await backend.generate(prompt, call_of())
+        call = Call(options={**GREEDY}, separate_reasoning=True)  # type: ignore[typeddict-item]
+        [apart] = await backend.generate(prompt, call)
+        assert (apart.reasoning, apart.text) == ("", plain.text)
+        assert apart.token_ids == plain.token_ids
+
+    run(body)
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -449,7 +459,7 @@ def test_the_engine_stays_open_and_its_info_is_told(engine: AsyncEngine) -> None
     async def body() -> None:
         backend = EngineBackend(engine)
         info = await backend.server_info()
-        assert info["model_name"] == engine.info.model_name
+        assert info["model_path"] == engine.info.model_name
         assert info["stats"]["num_running"] == 0
         prompt, call = await prompt_of(backend, "The quick"), call_of(max_tokens=1)
         await backend.generate(prompt, call)
