@@ -7,12 +7,13 @@ what counts, names and converts, so that they cannot disagree.
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic_core import to_json
 
 from sapwood.runtime.answer_format import AnswerParts, ToolCallPiece
+from sapwood.runtime.answer_tokens import text_ids
 from sapwood.runtime.outputs import (
     CompletionOutput,
     FinishReason,
@@ -20,7 +21,7 @@ from sapwood.runtime.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from sapwood.server.engine import TokenTexts
+from sapwood.server.engine import ServingTokenizer, TokenTexts
 from sapwood.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 
 DONE = b"data: [DONE]\n\n"
@@ -352,9 +353,13 @@ class TextAnswer(OpenAIAnswer):
 
 @dataclass(slots=True, kw_only=True)
 class NativeAnswer:
-    """One answer of `/generate`, in the making. What it says is cumulative, as SGLang's is."""
+    """One answer of `/generate`, in the making. What it says is cumulative, as SGLang's is.
 
-    tokenizer: TokenTexts
+    `with_text_ids`: the finished answer tells ids that spell exactly its text.
+    """
+
+    tokenizer: ServingTokenizer
+    with_text_ids: bool = False
     with_text: bool = False  # texts in the log-probabilities
     index: int | None = None  # of the prompt, in a streamed batch
     text: str = ""
@@ -387,6 +392,9 @@ class NativeAnswer:
             meta["input_token_logprobs"] = self.input_token_logprobs
             meta["input_top_logprobs"] = self.input_top_logprobs
         result = {"text": self.text, "output_ids": self.token_ids, "meta_info": meta}
+        if self.with_text_ids and answer.finish_reason is not None:
+            whole = replace(answer, text=self.text, token_ids=tuple(self.token_ids))
+            result["sapwood"] = {"text_ids": text_ids(self.tokenizer, whole)}
         return result if self.index is None else result | {"index": self.index}
 
     def _add_prompt(self, output: RequestOutput) -> None:

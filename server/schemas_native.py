@@ -1,6 +1,6 @@
 """What the native `/generate` takes: SGLang's request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
@@ -23,7 +23,12 @@ from sapwood.server.schemas import (
     refused,
     sampling_params,
 )
-from sapwood.server.schemas_constraints import NativeSamplingConstraintFields
+from sapwood.server.schemas_constraints import (
+    GivenConstraint,
+    NativeSamplingConstraintFields,
+    only_constraint,
+)
+from sapwood.server.schemas_sapwood import Asked, NativeSapwoodFields
 
 if TYPE_CHECKING:
     from sapwood.runtime.build import EngineInfo
@@ -77,11 +82,18 @@ class NativeSampling(NativeSamplingConstraintFields):
     watermark: Annotated[Any, refused(_NOT_YET)] = None
 
     def sampling(
-        self, at: str, *, logprobs: bool, top_logprobs: int, logprob_start: int
+        self,
+        at: str,
+        *,
+        logprobs: bool,
+        top_logprobs: int,
+        logprob_start: int,
+        other_constraint: GivenConstraint | None = None,
     ) -> SamplingParams:
         """These options, which stand at `at` in the body. Raises ApiError.
 
-        Prompt tokens are scored from `logprob_start` on, none if it is -1.
+        Prompt tokens are scored from `logprob_start` on, none if it is -1. `other_constraint` is
+        said elsewhere in the body.
         """
         fields = (*NativeSampling.model_fields, *_NAMES)
         names = {field: f"{at}.{_NAMES.get(field, field)}" for field in fields}
@@ -94,7 +106,7 @@ class NativeSampling(NativeSamplingConstraintFields):
                 f"seed is {self.seed} and sampling_seed is {self.sampling_seed}; give one of them",
                 param=f"{at}.seed",
             )
-        constraint = self.constraint(at)
+        constraint = only_constraint(filter(None, (self.constraint(at), other_constraint)))
         if constraint is not None:
             names["constraint"] = constraint.path
         values = {
@@ -126,6 +138,10 @@ class NativeSampling(NativeSamplingConstraintFields):
         return sampling_params(names, values)
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _one_or_list(kind: str) -> WithJsonSchema:
     one = {"type": kind}
     return WithJsonSchema({"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]})
@@ -148,6 +164,7 @@ class GenerateRequest(Wire):
     top_logprobs_num: Annotated[Any, _one_or_list("integer")] = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    sapwood: Annotated[Any, _one_or_list("object")] = None
 
     log_metrics: Accepted = None
     custom_labels: Accepted = None
@@ -189,14 +206,17 @@ class GenerateRequest(Wire):
 
     def _constraint_path(self) -> str:
         """Where the prompts' constraints are said; in a batch they may be of several fields."""
-        options = self.sampling_params
-        fields = {
-            field
-            for given in (options if isinstance(options, list) else [options])
-            for field in NativeSamplingConstraintFields.model_fields
-            if isinstance(given, dict) and given.get(field)
+        paths = {
+            f"{field}.{name}"
+            for field, names in (
+                ("sampling_params", tuple(NativeSamplingConstraintFields.model_fields)),
+                ("sapwood", ("constraint",)),
+            )
+            for given in _as_list(getattr(self, field))
+            for name in names
+            if isinstance(given, dict) and given.get(name)
         }
-        return f"sampling_params.{fields.pop()}" if len(fields) == 1 else "sampling_params"
+        return paths.pop() if len(paths) == 1 else "sampling_params"
 
     def prompts(self, info: "EngineInfo") -> tuple[list[Prompt], bool]:
         """What to answer, and whether it is a single prompt. Raises ApiError."""
@@ -209,23 +229,33 @@ class GenerateRequest(Wire):
             raise ApiError(400, f"{field} must hold {what}", param=field)
         return prompts, single
 
-    def sampling(self, num_prompts: int) -> list[SamplingParams]:
-        """How to answer each prompt. Raises ApiError."""
+    def sampling(self, asked: Sequence[Asked]) -> list[SamplingParams]:
+        """How to answer each prompt; `asked` of it is the rest. Raises ApiError."""
+        num_prompts = len(asked)
         wanted = self._per_prompt("return_logprob", bool, num_prompts)
         top = self._per_prompt("top_logprobs_num", int, num_prompts)
         starts = self.logprob_starts(num_prompts)
-        shared = not isinstance(self.sampling_params, list)
         result = []
         for i, raw in enumerate(self._per_prompt("sampling_params", dict, num_prompts)):
-            at = ("sampling_params",) if shared else ("sampling_params", i)
+            at = self._place("sampling_params", i)
             options = checked(raw or {}, NativeSampling, at=at)
             sampling = options.sampling(
                 json_path(at),
                 logprobs=bool(wanted[i]),
                 top_logprobs=top[i] or 0,
                 logprob_start=starts[i],
+                other_constraint=asked[i].constraint,
             )
             result.append(sampling)
+        return result
+
+    def asked_of_sapwood(self, num_prompts: int) -> list[Asked]:
+        """What the object `sapwood` asks for each prompt. Raises ApiError."""
+        result = []
+        for i, raw in enumerate(self._per_prompt("sapwood", dict, num_prompts)):
+            at = self._place("sapwood", i)
+            fields = checked(raw or {}, NativeSapwoodFields, at=at)
+            result.append(fields.asked(json_path(at)))
         return result
 
     def logprob_starts(self, num_prompts: int) -> list[int]:
@@ -251,6 +281,10 @@ class GenerateRequest(Wire):
         if num_prompts > 1 and isinstance(self.rid, str):
             return [f"{rid}_{i}" for i, rid in enumerate(rids)]
         return [uuid4().hex if rid is None else rid for rid in rids]
+
+    def _place(self, field: str, index: int) -> tuple[str | int, ...]:
+        """Where in the body the field stands for one prompt."""
+        return (field, index) if isinstance(getattr(self, field), list) else (field,)
 
     def _per_prompt(self, field: str, kind: type, num_prompts: int) -> list[Any]:
         """A field's value for each prompt."""

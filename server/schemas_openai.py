@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from sapwood.runtime.chat import Chat, ChatOptions
+from sapwood.runtime.hints import Hints
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.body import checked
 from sapwood.server.errors import ApiError
@@ -30,6 +31,7 @@ from sapwood.server.schemas import (
     sampling_params,
 )
 from sapwood.server.schemas_constraints import OpenAIConstraintFields
+from sapwood.server.schemas_sapwood import SapwoodFields, hints_of
 
 MAX_MESSAGES = 65_536
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -197,6 +199,8 @@ class OpenAIRequest(OpenAIConstraintFields):
     # Shorter than the rule allows: the answer's id has a prefix and may have a counter.
     request_id: Annotated[RequestId, Field(max_length=128)] | None = None
 
+    sapwood: SapwoodFields | None = None
+
     user: Accepted = None
     use_beam_search: Annotated[Any, refused(_NO_BEAMS, False)] = None
     length_penalty: Annotated[Any, refused(_NO_BEAMS, 1)] = None
@@ -211,6 +215,10 @@ class OpenAIRequest(OpenAIConstraintFields):
     def names(self) -> dict[str, str]:
         """The caller's words for ours, in what the engine says about the request."""
         return {} if self.constraint is None else {"constraint": self.constraint.path}
+
+    def hints(self) -> Hints:
+        """What the caller knows of the requests to come. Raises ApiError."""
+        return hints_of(self.sapwood)
 
     def _sampling(self, names: dict[str, str], **values: Any) -> SamplingParams:
         common = {

@@ -28,6 +28,7 @@ SERVER_PUBLIC = tuple(
     f"sapwood.runtime.{name}"
     for name in (
         "answer_format",
+        "answer_tokens",
         "async_engine",
         "build",
         "chat",
@@ -41,6 +42,7 @@ SERVER_PUBLIC = tuple(
         "policy",
         "processing",
         "pull",
+        "role_text",
         "sampling_params",
         "tokenizer",
         "turns",
@@ -126,6 +128,7 @@ TORCH_FREE = (
     "kernels/windows.py",
     "runtime/admission.py",
     "runtime/answer_format.py",
+    "runtime/answer_tokens.py",
     "runtime/chat.py",
     "runtime/common_prefix.py",
     "runtime/config.py",
@@ -189,6 +192,7 @@ TORCH_FREE = (
     "runtime/regex_syntax.py",
     "runtime/request.py",
     "runtime/request_limits.py",
+    "runtime/role_text.py",
     "runtime/sampling_params.py",
     "runtime/scheduler.py",
     "runtime/scoring.py",

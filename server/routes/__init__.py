@@ -9,6 +9,8 @@ ROUTES: Mapping[str, str] = MappingProxyType(
         "completions": "sapwood.server.routes.completions:router",
         "models": "sapwood.server.routes.models:router",
         "generate": "sapwood.server.routes.generate:router",
+        "tokens": "sapwood.server.routes.tokens:router",
+        "info": "sapwood.server.routes.info:router",
         "health": "sapwood.server.routes.health:router",
         "metrics": "sapwood.server.routes.metrics:router",
     }

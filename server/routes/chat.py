@@ -37,6 +37,7 @@ async def chat_completions(request: Request, serving: ServingDep) -> Response:
         sampling=[sampling],
         request_ids=[answer.id],
         names=body.names,
+        hints=body.hints(),
     )
     return await openai_reply(serving, request, answer, work, stream=bool(body.stream))
 

@@ -40,6 +40,7 @@ async def completions(request: Request, serving: ServingDep) -> Response:
         sampling=[sampling] * len(prompts),
         request_ids=[answer.id if single else f"{answer.id}-{i}" for i in range(len(prompts))],
         names=body.names,
+        hints=body.hints(),
     )
     return await openai_reply(serving, request, answer, work, stream=bool(body.stream))
 

@@ -20,12 +20,14 @@ router = APIRouter(tags=["native"])
 async def generate(request: Request, serving: ServingDep) -> Response:
     body = await serving.read(request, GenerateRequest)
     prompts, is_single = body.prompts(serving.engine.info)
-    sampling = body.sampling(len(prompts))
+    asked = body.asked_of_sapwood(len(prompts))
+    sampling = body.sampling(asked)
     work = Work(
         prompts=prompts,
         sampling=sampling,
         request_ids=body.request_ids(len(prompts)),
         names=body.names,
+        hints=[of_prompt.hints for of_prompt in asked],
     )
     request_id = work.request_ids[0]
     starts = body.logprob_starts(len(prompts))
@@ -38,10 +40,11 @@ async def generate(request: Request, serving: ServingDep) -> Response:
                 with_text=bool(body.return_text_in_logprobs),
                 index=None if is_single or not body.stream else next(indices),
                 input_start=max(0, start),
+                with_text_ids=of_prompt.text_ids,
             )
             for _ in range(params.n)
         ]
-        for params, start in zip(sampling, starts, strict=True)
+        for params, start, of_prompt in zip(sampling, starts, asked, strict=True)
     ]
     if body.stream:
         return event_stream(serving, _events(serving, answers, work), request_id)

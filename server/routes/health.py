@@ -1,4 +1,4 @@
-"""How the process is: `GET /health`, `GET /ready`, `GET /version`, and `POST /flush_cache`."""
+"""How the process is: `GET /health`, `GET /ready`, `GET /version`; and `/flush_cache`."""
 
 from typing import Any
 
@@ -36,6 +36,7 @@ async def version() -> dict[str, str]:
     return {"version": sapwood.__version__}
 
 
+@router.get("/flush_cache", include_in_schema=False)  # SGLang takes both
 @router.post("/flush_cache", summary="Drop every cached prefix that no running request uses")
 async def flush_cache(serving: ServingDep) -> dict[str, str]:
     await serving.engine.flush_cache()

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sapwood.runtime.answer_format import AnswerParts, AnswerReader, ToolCallPiece
-from sapwood.runtime.chat import Chat
+from sapwood.runtime.chat import Chat, plain_messages
+from sapwood.runtime.chat_template import RenderedChat
 from sapwood.runtime.constraints.compiler import CompilerStats
+from sapwood.runtime.control_tokens import ControlledText
 from sapwood.runtime.errors import ContextLengthError, RequestError
 from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import (
@@ -36,6 +38,40 @@ ANSWER = "Hello, wörld! One, two, three."
 
 
 class ByteTokenizer:
+    """Puts nothing in front of a text; `<end>`, where a template wrote it, is the end token."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        return np.array(list(text.encode()), np.int32)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, at_start: bool) -> np.ndarray:
+        ids: list[int] = []
+        for text, is_control in pieces:
+            parts = text.split("<end>") if is_control else [text]
+            for i, part in enumerate(parts):
+                ids += [*[END][: i > 0], *part.encode()]
+        return np.array(ids, np.int32)
+
+    def encode_chat(self, chat: Chat) -> np.ndarray:
+        return self.encode_pieces([(self.render_chat(chat).text, True)], at_start=True)
+
+    def render_chat(self, chat: Chat) -> RenderedChat:
+        messages = plain_messages(chat.messages)
+        text = "".join(f"{m['role']}:{m['content']}<end>" for m in messages)
+        text += "assistant:" if chat.options.opens_an_answer else ""
+        return RenderedChat(ControlledText(text, (), has_quoted=False), messages, chat.options)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        kept = [id for id in token_ids if not (skip_special_tokens and self.is_special(id))]
+        return b"".join(map(self.token_raw_bytes, kept)).decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == END
+
     def token_raw_bytes(self, token_id: int) -> bytes:
         return b"<end>" if token_id == END else bytes([token_id])
 
@@ -135,7 +171,8 @@ class FakeEngine:
             model_name="fake/model", precision="float32", device="cpu", kernels="none",
             schedule_policy="lpm", prefix_caching=True, max_model_len=max_model_len,
             num_kv_blocks=64, block_size=16, kv_capacity_tokens=1024, kv_bytes=2**20,
-            vocab_size=257, load_seconds=0.1, created=1_700_000_000,
+            vocab_size=257, load_seconds=0.1, created=1_700_000_000, has_chat_template=True,
+            reasoning_tags=None,
         )  # fmt: skip
 
     def stats(self) -> Any:
