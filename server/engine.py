@@ -17,7 +17,6 @@ from sapwood.runtime.turns import PrefixReport
 
 if TYPE_CHECKING:
     from sapwood.runtime.build import EngineInfo as EngineInfo
-    from sapwood.runtime.chat_template import RenderedChat
     from sapwood.runtime.constraints.compiler import CompilerStats as CompilerStats
     from sapwood.runtime.core import EngineStats as EngineStats
     from sapwood.runtime.tokenizer import TokenIds
@@ -34,6 +33,13 @@ class TokenTexts(Protocol):
     def token_raw_bytes(self, token_id: int) -> bytes: ...
 
 
+class RenderedText(Protocol):
+    """A conversation as the model gets it."""
+
+    @property
+    def text(self) -> str: ...
+
+
 class ServingTokenizer(TokenTexts, Protocol):
     """Text to tokens and back, as `sapwood.runtime.tokenizer.Tokenizer`. May be used on threads."""
 
@@ -43,7 +49,7 @@ class ServingTokenizer(TokenTexts, Protocol):
     ) -> list[TokenIds]: ...
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, at_start: bool) -> TokenIds: ...
     def encode_chat(self, chat: Chat) -> TokenIds: ...
-    def render_chat(self, chat: Chat) -> RenderedChat: ...
+    def render_chat(self, chat: Chat) -> RenderedText: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def is_special(self, token_id: int) -> bool: ...
 
