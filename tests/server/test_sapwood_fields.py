@@ -1,4 +1,4 @@
-"""The object `sapwood`: hints for the scheduler, exact token ids, and constraints as we say them."""
+"""The object `sapwood`: hints, exact token ids, and constraints as we say them."""
 
 import pytest
 
