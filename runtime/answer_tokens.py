@@ -8,17 +8,26 @@ a stop begins inside a token, that token gives way to the tokens of its part tha
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from sapwood.runtime.outputs import CompletionOutput
+from sapwood.runtime.request import TokenIds
 from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.runtime.stop import StopMatcher
-from sapwood.runtime.tokenizer import Tokenizer
 
 _MAX_TOKENS_OF_CHARACTER = 4  # UTF-8 has as many bytes
 
 
+class Speller(Protocol):
+    """What is needed of a `Tokenizer`."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]: ...
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, at_start: bool) -> TokenIds: ...
+
+
 def answer_token_ids(
-    answer: CompletionOutput, sampling: SamplingParams, tokenizer: Tokenizer
+    answer: CompletionOutput, sampling: SamplingParams, tokenizer: Speller
 ) -> tuple[int, ...]:
     """The tokens of a whole answer to a plain prompt that spell its text.
 
@@ -37,7 +46,7 @@ def answer_token_ids(
 
 
 def tokens_between(
-    tokenizer: Tokenizer,
+    tokenizer: Speller,
     token_ids: Sequence[int],
     pieces: Sequence[bytes],
     start: int,
@@ -62,7 +71,7 @@ def tokens_between(
     return (*_encoded(tokenizer, head), *token_ids[first:last], *_encoded(tokenizer, tail))
 
 
-def _encoded(tokenizer: Tokenizer, data: bytes) -> tuple[int, ...]:
+def _encoded(tokenizer: Speller, data: bytes) -> tuple[int, ...]:
     """Tokens of a text that stands after others."""
     if not data:
         return ()
@@ -78,7 +87,7 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def _bytes_of(tokenizer: Tokenizer, token_id: int) -> bytes:
+def _bytes_of(tokenizer: Speller, token_id: int) -> bytes:
     """What a token adds to a text; a model may have more rows than its tokenizer has tokens."""
     table = tokenizer.token_bytes
     return table[token_id] if 0 <= token_id < len(table) else b""

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from sapwood.runtime.answer_format import AnswerParts, ToolCallPiece
-from sapwood.runtime.answer_tokens import text_ids
+from sapwood.runtime.answer_tokens import answer_token_ids
 from sapwood.runtime.outputs import (
     CompletionOutput,
     FinishReason,
@@ -21,6 +21,7 @@ from sapwood.runtime.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from sapwood.runtime.sampling_params import SamplingParams
 from sapwood.server.engine import ServingTokenizer, TokenTexts
 from sapwood.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 
@@ -355,11 +356,12 @@ class TextAnswer(OpenAIAnswer):
 class NativeAnswer:
     """One answer of `/generate`, in the making. What it says is cumulative, as SGLang's is.
 
-    `with_text_ids`: the finished answer tells ids that spell exactly its text.
+    With `text_ids_for`, the options it was asked for with, the finished answer tells ids that spell
+    exactly its text.
     """
 
     tokenizer: ServingTokenizer
-    with_text_ids: bool = False
+    text_ids_for: SamplingParams | None = None
     with_text: bool = False  # texts in the log-probabilities
     index: int | None = None  # of the prompt, in a streamed batch
     text: str = ""
@@ -392,9 +394,10 @@ class NativeAnswer:
             meta["input_token_logprobs"] = self.input_token_logprobs
             meta["input_top_logprobs"] = self.input_top_logprobs
         result = {"text": self.text, "output_ids": self.token_ids, "meta_info": meta}
-        if self.with_text_ids and answer.finish_reason is not None:
+        if self.text_ids_for is not None and answer.finish_reason is not None:
             whole = replace(answer, text=self.text, token_ids=tuple(self.token_ids))
-            result["sapwood"] = {"text_ids": text_ids(self.tokenizer, whole)}
+            text_ids = answer_token_ids(whole, self.text_ids_for, self.tokenizer)
+            result["sapwood"] = {"text_ids": text_ids}
         return result if self.index is None else result | {"index": self.index}
 
     def _add_prompt(self, output: RequestOutput) -> None:

@@ -43,7 +43,7 @@ class Wire(Protocol):
         ...
 
     def constraint(self, spec: ConstraintSpec) -> dict[str, Any]:
-        """Fields of `sampling_params` that say a constraint. Raises RequestError where none does."""
+        """Fields of `sampling_params` that say it. Raises RequestError where there are none."""
         ...
 
     def asked(self, call: Call) -> dict[str, Any]:
@@ -140,7 +140,9 @@ def generate_body(wire: Wire, prompt: Prompt, call: Call, *, stream: bool) -> di
     sampling = {name: values[name] for name in _SAME if name in values}
     sampling |= {theirs: values[ours] for ours, theirs in _RENAMED.items() if ours in values}
     if "logit_bias" in sampling:
-        sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}
+        sampling["logit_bias"] = {
+            str(token): bias for token, bias in sampling["logit_bias"].items()
+        }
     if call.constraint is not None:
         sampling |= wire.constraint(call.constraint)
     beside = {name: values[name] for name in _BESIDE if name in values}

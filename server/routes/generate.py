@@ -40,7 +40,7 @@ async def generate(request: Request, serving: ServingDep) -> Response:
                 with_text=bool(body.return_text_in_logprobs),
                 index=None if is_single or not body.stream else next(indices),
                 input_start=max(0, start),
-                with_text_ids=of_prompt.text_ids,
+                text_ids_for=params if of_prompt.text_ids else None,
             )
             for _ in range(params.n)
         ]

@@ -72,6 +72,10 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id == END
 
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        return [*(bytes([byte]) for byte in range(256)), b""]
+
     def token_raw_bytes(self, token_id: int) -> bytes:
         return b"<end>" if token_id == END else bytes([token_id])
 
