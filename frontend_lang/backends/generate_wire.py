@@ -3,14 +3,17 @@
 Knows no connection.
 """
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from sapwood.frontend_lang.backends.interface import Answer, Call, Prompt, TokenIds
 from sapwood.frontend_lang.backends.role_formats import RoleTexts, written
-from sapwood.frontend_lang.options import CONSTRAINTS, given
+from sapwood.frontend_lang.options import CONSTRAINTS, OPTION_NAMES, given
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
 from sapwood.runtime.errors import EngineError, RequestError
 from sapwood.runtime.hints import Hints
@@ -19,6 +22,7 @@ from sapwood.runtime.hints import Hints
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 )
+_OPTION_BY_FIELD = MappingProxyType({theirs: ours for ours, theirs in _RENAMED.items()})
 _SAME = (
     "n", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "logit_bias",
@@ -116,7 +120,7 @@ def asked_hints(hints: Hints) -> dict[str, Any]:
     said = {
         field.name: value
         for field in fields(hints)
-        if (value := getattr(hints, field.name)) not in (None, False)
+        if (value := getattr(hints, field.name)) is not None and value is not False
     }
     return {"hints": said} if said else {}
 
@@ -155,6 +159,20 @@ def generate_body(wire: Wire, prompt: Prompt, call: Call, *, stream: bool) -> di
     }
 
 
+@contextmanager
+def in_options_words() -> Iterator[None]:
+    """Turns a RequestError about a field of the body into one about the option."""
+    try:
+        yield
+    except RequestError as error:
+        field = (error.param or "").removeprefix("sampling_params.")
+        option = _OPTION_BY_FIELD.get(field, field)
+        if option not in OPTION_NAMES or option == error.param:
+            raise
+        message = re.sub(rf"\b{field}\b", option, str(error))
+        raise type(error)(message, param=option) from error
+
+
 def whole_answer(wire: Wire, result: Mapping[str, Any]) -> Answer:
     """What one result says in all. Raises EngineError for an answer that was cut off, or none."""
     try:
@@ -181,8 +199,6 @@ def _finish_reason(meta: Mapping[str, Any]) -> str | None:
 
 def _any_of(spec: ConstraintSpec) -> str:
     """A pattern for one of the choices, in a notation that all regex engines share."""
-    import json
-
     special = frozenset(r"\.^$*+?{}[]()|/-")
     escaped = (
         "".join(f"\\{c}" if c in special else c for c in choice) for choice in json.loads(spec.text)

@@ -6,7 +6,7 @@ text.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,6 +18,7 @@ from sapwood.frontend_lang.backends.generate_wire import (
     SapwoodWire,
     SGLangWire,
     generate_body,
+    in_options_words,
     whole_answer,
 )
 from sapwood.frontend_lang.backends.http import HttpClient, Retries
@@ -96,7 +97,8 @@ class RuntimeEndpoint:
         """As `Backend.generate`."""
         readers = [self._reader(prompt, call) for _ in range(call.options.get("n") or 1)]
         body = generate_body(self._wire, prompt, call, stream=False)
-        told = await self._http.post("/generate", body)
+        with in_options_words():
+            told = await self._http.post("/generate", body)
         results = told if isinstance(told, list) else [told]
         if len(results) != len(readers):
             raise EngineError(f"{len(readers)} answers were asked for, and {len(results)} came")
@@ -110,9 +112,10 @@ class RuntimeEndpoint:
         reader = self._reader(prompt, call)
         body = generate_body(self._wire, prompt, call, stream=True)
         said, has_ended = "", False
-        async with aclosing(self._http.events("/generate", body)) as events:
+        events = self._events(body)
+        async with aclosing(events):
             async for event in events:
-                answer = whole_answer(self._wire, event.data)
+                answer = whole_answer(self._wire, event)
                 has_ended = answer.finish_reason is not None
                 # A character that is not whole yet may be shown by its replacement.
                 text = answer.text if has_ended else answer.text.rstrip("\ufffd")
@@ -151,6 +154,12 @@ class RuntimeEndpoint:
     async def aclose(self) -> None:
         """Close the connections. The server goes on."""
         await self._http.aclose()
+
+    async def _events(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        with in_options_words():
+            async with aclosing(self._http.events("/generate", body)) as events:
+                async for event in events:
+                    yield event.data
 
     async def _encoded(self, continuation: TokenIds | str, *, at_start: bool) -> TokenIds:
         if not isinstance(continuation, str):
