@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from sapwood.frontend_lang.backends.openai import LiteLLM as LiteLLM
     from sapwood.frontend_lang.backends.openai import OpenAI as OpenAI
     from sapwood.frontend_lang.backends.recording import Recording as Recording
+    from sapwood.frontend_lang.backends.runtime_endpoint import RuntimeEndpoint as RuntimeEndpoint
+    from sapwood.frontend_lang.backends.server_process import Runtime as Runtime
     from sapwood.frontend_lang.choices import greedy_token_selection as greedy_token_selection
     from sapwood.frontend_lang.choices import token_length_normalized as token_length_normalized
     from sapwood.frontend_lang.choices import (
@@ -122,6 +124,8 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "RequestError": "sapwood.runtime.errors",
         "RequestMetrics": "sapwood.runtime.outputs",
         "RequestOutput": "sapwood.runtime.outputs",
+        "Runtime": "sapwood.frontend_lang.backends.server_process",
+        "RuntimeEndpoint": "sapwood.frontend_lang.backends.runtime_endpoint",
         "SamplingParams": "sapwood.runtime.sampling_params",
         "SapwoodError": "sapwood.runtime.errors",
         "TokenLogprobs": "sapwood.runtime.outputs",

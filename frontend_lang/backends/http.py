@@ -106,6 +106,7 @@ class HttpClient:
         self._timeout = timeout
         self._retries = retries or Retries()
         self._opened: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that it was opened on
 
     async def get(self, path: str, *, once: bool = False) -> Any:
         """The JSON at `path`; `once`: without retries. Raises SapwoodError."""
@@ -141,6 +142,15 @@ class HttpClient:
         if self._opened is not None:
             await self._opened.aclose()
             self._opened = None
+
+    def close(self) -> None:
+        """`aclose` from any thread; on the loop's own it is done soon after."""
+        loop = self._loop
+        if loop is None or not loop.is_running():
+            return  # what was open has gone with the loop
+        closing = asyncio.run_coroutine_threadsafe(self.aclose(), loop)
+        if not _runs_here(loop):
+            closing.result()
 
     async def _whole(
         self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
@@ -243,6 +253,7 @@ class HttpClient:
         import httpx
 
         if self._opened is None:
+            self._loop = asyncio.get_running_loop()
             self._opened = httpx.AsyncClient(
                 headers=self._headers,
                 # Waiting for a free connection is no failure, however long it takes.
@@ -252,6 +263,13 @@ class HttpClient:
                 ),
             )
         return self._opened
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:

@@ -32,8 +32,13 @@ class Memo(Generic[K, V]):
         if task is None:
             task = asyncio.ensure_future(self._made(key, work))
             self._at_work[key] = task
-            task.add_done_callback(lambda _: self._at_work.pop(key, None))
+            task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)
+
+    def _forget(self, key: K, done: asyncio.Task[V]) -> None:
+        del self._at_work[key]
+        if not done.cancelled():
+            done.exception()  # who waited has it; where all have left nobody has to be told
 
     async def _made(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
         value = await work()

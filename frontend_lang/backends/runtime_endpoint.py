@@ -155,6 +155,10 @@ class RuntimeEndpoint:
         """Close the connections. The server goes on."""
         await self._http.aclose()
 
+    def close(self) -> None:
+        """The same, from any thread."""
+        self._http.close()
+
     async def _events(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
         with in_options_words():
             async with aclosing(self._http.events("/generate", body)) as events:

@@ -54,6 +54,10 @@ def serve(
     ] = "smollm2",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    fd: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of an open socket to listen on, instead of those two."),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="A name that requests may use; may be repeated.")
     ] = None,
@@ -130,9 +134,12 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("sapwood").setLevel(log_level.upper())
     console = Console(highlight=False, soft_wrap=True)
-    with bind(host, port) as listener:
+    with bind(host, port) if fd is None else inherited(fd) as listener:
         if not is_loopback(listener):
-            console.print(f"[yellow]{host} can be reached from elsewhere, and nobody is asked who")
+            address = listener.getsockname()[0]
+            console.print(
+                f"[yellow]{address} can be reached from elsewhere, and nobody is asked who"
+            )
         fetch(model, console)
         run(
             console,
@@ -203,6 +210,19 @@ def bind(host: str, port: int) -> socket.socket:
             way_out = "choose another --port (0 takes any that is free), or end what listens there"
             raise ConfigError(f"port {port} on {host} is in use; {way_out}") from error
         raise ConfigError(f"cannot listen on {host} port {port}: {error}") from error
+    return listener
+
+
+def inherited(fd: int) -> socket.socket:
+    """A listening socket that whoever started this process opened. Raises ConfigError."""
+    try:
+        listener = socket.socket(fileno=fd)
+    except OSError as error:
+        raise ConfigError(f"fd is {fd}, which is no socket of this process: {error}") from error
+    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if not is_listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
+        listener.detach()
+        raise ConfigError(f"fd is {fd}, which is no socket that listens on an address and a port")
     return listener
 
 

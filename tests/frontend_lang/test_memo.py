@@ -1,6 +1,7 @@
 """What is asked of a server once."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -62,6 +63,18 @@ async def test_an_error_is_told_to_all_and_not_kept() -> None:
     await asyncio.sleep(0)
     work.fails = False
     assert await kept.get("a", work) == "v"
+
+
+async def test_an_error_that_nobody_waits_for_any_more_is_nobodys(caplog) -> None:
+    kept, work = memo(), Work(fails=True)
+    task = asyncio.ensure_future(kept.get("a", work))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    work.gate.set()
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_the_least_recently_used_is_forgotten_and_too_much_is_never_kept() -> None:

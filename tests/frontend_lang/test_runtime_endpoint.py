@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import sapwood
 from sapwood import AsyncEngine, EngineError, RequestError
 from sapwood.frontend_lang.backends.engine import EngineBackend
 from sapwood.frontend_lang.backends.interface import (
@@ -286,3 +287,34 @@ async def test_the_server_tells_what_it_did(endpoint) -> None:
     info = await endpoint.server_info()
     assert info["stats"]["prompt_tokens"] == before + len(prompt.token_ids)
     assert info["model_path"] == endpoint.name
+
+
+@pytest.mark.real_model
+def test_a_conversation_over_http_is_the_one_in_process(real_model: str) -> None:
+    @sapwood.function
+    def program(s: sapwood.ProgramState) -> None:
+        s += sapwood.system("You answer in one word.")
+        s += sapwood.user("What is the capital of France?")
+        s += sapwood.assistant(sapwood.gen("first", max_tokens=12, temperature=0))
+        s += sapwood.user("And of Italy?")
+        s += sapwood.assistant(
+            "It is " + sapwood.gen("second", max_tokens=12, temperature=0, stop=["."])
+        )
+
+    def told(state: sapwood.ProgramState) -> list[str]:
+        return [state["first"], state["second"], state.text()]
+
+    engine = AsyncEngine(real_model, kv_cache_memory=2**26, max_model_len=512)
+    try:
+        with listening(create_app(engine)) as url:
+            endpoint = RuntimeEndpoint(url)
+            far = told(program.run(backend=endpoint))
+            info = sapwood.get_server_info(endpoint)["stats"]
+            endpoint.close()
+        near = told(program.run(backend=engine))
+    finally:
+        engine.close()
+    assert far == near
+    assert all(far)
+    # Everything but the constants and what no step had computed is found again.
+    assert info["cached_tokens"] > info["computed_tokens"]
