@@ -1,7 +1,9 @@
 """What `/tokenize`, `/detokenize` and `/role_text` take: vLLM's bodies, SGLang's, and ours."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
@@ -30,6 +32,25 @@ _CHAT_FIELDS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
+
+
+class Form(StrEnum):
+    """What is to be tokenised, by the field that says it."""
+
+    PROMPT = "prompt"
+    MESSAGES = "messages"
+    PIECES = "pieces"
+    BATCH = "batch"
+
+
+_FIELDS_OF: Mapping[Form, tuple[str, ...]] = MappingProxyType(
+    {
+        Form.PROMPT: ("add_special_tokens",),
+        Form.MESSAGES: _CHAT_FIELDS,
+        Form.PIECES: ("at_start",),
+        Form.BATCH: (),
+    }
+)
 _OBJECTS = WithJsonSchema({"type": "array", "items": {"type": "object"}})
 
 
@@ -40,11 +61,18 @@ class TextPiece(Wire):
     is_control: bool | None = None
 
 
+class TextInPieces(Wire):
+    """Pieces that stand together. `at_start`: nothing is before them."""
+
+    pieces: Annotated[list[TextPiece], Field(max_length=MAX_PIECES, fail_fast=True)]
+    at_start: bool | None = None
+
+
 class TokenizeRequest(Wire):
-    """One of `prompt`, `messages` and `pieces`.
+    """One of `prompt`, `messages`, `pieces` and `batch`, which is several texts in pieces.
 
     `add_special_tokens` (true if not given) is for prompts; a conversation has those that its
-    template writes. `at_start`: nothing is before the pieces.
+    template writes. `at_start` is for `pieces`: nothing is before them.
     """
 
     model: str | None = None
@@ -65,55 +93,57 @@ class TokenizeRequest(Wire):
 
     pieces: Annotated[list[TextPiece], Field(max_length=MAX_PIECES, fail_fast=True)] | None = None
     at_start: bool | None = None
+    batch: (
+        Annotated[list[TextInPieces], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | None
+    ) = None
 
-    def form(self) -> Literal["prompt", "messages", "pieces"]:
-        """Which of the three it is. Raises ApiError for none, for several and for fields of
+    def form(self) -> Form:
+        """Which of the four it is. Raises ApiError for none, for several and for fields of
         another."""
-        names: tuple[Literal["prompt", "messages", "pieces"], ...] = (
-            "prompt",
-            "messages",
-            "pieces",
-        )
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [form for form in Form if getattr(self, form) is not None]
         if len(given) != 1:
-            raise ApiError(400, "give one of prompt, messages and pieces", param="prompt")
+            raise ApiError(400, f"give one of {', '.join(Form)}", param="prompt")
         [form] = given
-        of_others = {
-            "prompt": (*_CHAT_FIELDS, "at_start"),
-            "messages": ("add_special_tokens", "at_start"),
-            "pieces": (*_CHAT_FIELDS, "add_special_tokens"),
-        }[form]
-        for name in of_others:
-            if name != form and getattr(self, name) not in (None, False):
+        for name in (*_CHAT_FIELDS, "add_special_tokens", "at_start"):
+            if name not in _FIELDS_OF[form] and getattr(self, name) not in (None, False):
                 raise ApiError(400, f"{name} is not for {form}; leave it out", param=name)
         return form
 
-    def prompts(self) -> tuple[list[str], bool]:
-        """The texts, and whether it is a single one. Raises ApiError."""
-        value = self.prompt
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not texts or set(map(type, texts)) != {str}:
+    @property
+    def is_single(self) -> bool:
+        """Whether the answer is of one text, and not a list."""
+        return self.batch is None and not isinstance(self.prompt, list)
+
+    def prompts(self) -> list[str]:
+        """The texts. Raises ApiError."""
+        texts = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if not texts or set(map(type, texts)) != {str}:
             raise ApiError(
                 400, "prompt must be a string, or a list of strings, not empty", param="prompt"
             )
         if len(texts) > MAX_PROMPTS:
             raise ApiError(
-                400, f"prompt has {len(texts)} texts, at most {MAX_PROMPTS} are taken",
+                400,
+                f"prompt has {len(texts)} texts, at most {MAX_PROMPTS} are taken",
                 param="prompt",
-            )  # fmt: skip
-        check_length(texts, "prompt")
-        return texts, isinstance(value, str)
+            )
+        _check_length(texts, "prompt")
+        return texts
 
     def chat(self) -> Chat:
         """The conversation. Raises ApiError, RequestError."""
         given = {name: getattr(self, name) for name in _CHAT_FIELDS}
         return checked(given, ChatRequest).chat()
 
-    def given_pieces(self) -> list[tuple[str, bool]]:
-        """The pieces, each with whether a template wrote it. Raises ApiError."""
-        pieces = [(piece.text, bool(piece.is_control)) for piece in self.pieces or ()]
-        check_length([text for text, _ in pieces], "pieces")
-        return pieces
+    def texts_in_pieces(self) -> list[TextInPieces]:
+        """Of `pieces` or `batch`. Raises ApiError."""
+        texts, param = self.batch, Form.BATCH
+        if texts is None:
+            texts = [TextInPieces(pieces=self.pieces or [], at_start=self.at_start)]
+            param = Form.PIECES
+        _check_length([piece.text for text in texts for piece in text.pieces], param)
+        return texts
 
 
 class DetokenizeRequest(Wire):
@@ -157,7 +187,7 @@ class RoleTextRequest(Wire):
     roles: Annotated[list[str], Field(min_length=1, max_length=MAX_ROLES)]
 
 
-def check_length(texts: Sequence[str], param: str) -> None:
+def _check_length(texts: Sequence[str], param: str) -> None:
     """Raises ApiError for more text than one request may have tokenised."""
     length = sum(map(len, texts))
     if length > MAX_CHARACTERS:

@@ -5,8 +5,7 @@ both. All of it is done on threads.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -16,16 +15,19 @@ from fastapi.responses import Response
 from sapwood.runtime.chat import Chat, ChatOptions, Message
 from sapwood.runtime.role_text import role_text
 from sapwood.server.body import request_body
+from sapwood.server.engine import ServingTokenizer
 from sapwood.server.routes.replies import json_reply
 from sapwood.server.schemas import in_callers_words
 from sapwood.server.schemas_openai import ChatRequest
-from sapwood.server.schemas_tokens import DetokenizeRequest, RoleTextRequest, TokenizeRequest
+from sapwood.server.schemas_tokens import (
+    DetokenizeRequest,
+    Form,
+    RoleTextRequest,
+    TokenizeRequest,
+)
 from sapwood.server.serving import Serving, ServingDep
 
 router = APIRouter(tags=["tokens"])
-
-# What a tokenizer calls what it was given.
-_PIECES: Mapping[str, str] = MappingProxyType({"messages": "pieces", "prompt": "pieces"})
 
 
 @router.post(
@@ -105,28 +107,40 @@ async def _reply(work: Callable[[], dict[str, Any]]) -> Response:
 
 
 def _tokenized(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
-    tokenizer, is_single = serving.engine.tokenizer, True
-    match body.form():
-        case "prompt":
-            texts, is_single = body.prompts()
-            special = body.add_special_tokens is not False
-            ids = [a.tolist() for a in tokenizer.encode_batch(texts, add_special_tokens=special)]
-        case "messages":
-            ids = [tokenizer.encode_chat(body.chat()).tolist()]
-        case "pieces":
-            pieces, at_start = body.given_pieces(), bool(body.at_start)
-            with in_callers_words(_PIECES):
-                ids = [tokenizer.encode_pieces(pieces, at_start=at_start).tolist()]
+    tokenizer = serving.engine.tokenizer
+    ids = _token_ids(tokenizer, body)
     counts = [len(tokens) for tokens in ids]
     strings = None
     if body.return_token_strs:
         strings = [[tokenizer.token_text(token) for token in tokens] for tokens in ids]
+    is_single = body.is_single
     return {
         "tokens": ids[0] if is_single else ids,
         "count": counts[0] if is_single else counts,
         "max_model_len": serving.engine.info.max_model_len,
         "token_strs": strings and (strings[0] if is_single else strings),
     }
+
+
+def _token_ids(tokenizer: ServingTokenizer, body: TokenizeRequest) -> list[list[int]]:
+    """Those of each text. Raises ApiError, RequestError."""
+    match form := body.form():
+        case Form.PROMPT:
+            special = body.add_special_tokens is not False
+            arrays = tokenizer.encode_batch(body.prompts(), add_special_tokens=special)
+        case Form.MESSAGES:
+            arrays = [tokenizer.encode_chat(body.chat())]
+        case Form.PIECES | Form.BATCH:
+            # What a tokenizer calls what it was given.
+            with in_callers_words({"messages": form, "prompt": form}):
+                arrays = [
+                    tokenizer.encode_pieces(
+                        [(piece.text, bool(piece.is_control)) for piece in text.pieces],
+                        at_start=bool(text.at_start),
+                    )
+                    for text in body.texts_in_pieces()
+                ]
+    return [array.tolist() for array in arrays]
 
 
 def _texts(serving: Serving, lists: Sequence[Sequence[int]], skips_special: bool) -> list[str]:

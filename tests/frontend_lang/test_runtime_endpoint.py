@@ -172,6 +172,48 @@ async def test_constants_and_roles_are_asked_for_once(serve, fake, monkeypatch) 
     assert len(asked) == 3
 
 
+async def test_constants_wanted_together_are_asked_for_together(serve, fake, monkeypatch) -> None:
+    endpoint = serve(fake)
+    asked: list[int] = []
+    post = endpoint._http.post
+
+    async def counted(path: str, body: Any) -> Any:
+        asked.append(len(body["batch"]))
+        return await post(path, body)
+
+    monkeypatch.setattr(endpoint._http, "post", counted)
+    encode = endpoint.encoder.encode
+    texts = [f"choice {i}" for i in range(300)]
+    told = await asyncio.gather(*(encode([Piece(text)], at_start=False) for text in texts))
+    assert told == [tuple(text.encode()) for text in texts]
+    assert asked == [256, 44]
+    long = ["x" * 200_000, "y" * 200_000]
+    told = await asyncio.gather(*(encode([Piece(text)], at_start=False) for text in long))
+    assert [len(ids) for ids in told] == [200_000] * 2
+    assert asked == [256, 44, 1, 1]
+
+
+async def test_one_wrong_constant_is_no_fault_of_the_others(endpoint) -> None:
+    texts = ["before", "\ud800", "after"]
+    encode = endpoint.encoder.encode
+    told = await asyncio.gather(
+        *(encode([Piece(text)], at_start=False) for text in texts), return_exceptions=True
+    )
+    assert isinstance(told[1], RequestError)
+    assert [len(told[0]) > 0, len(told[2]) > 0] == [True, True]
+
+
+async def test_constants_that_nobody_waits_for_any_more_hinder_no_others(serve, fake) -> None:
+    endpoint = serve(fake)
+    encode = endpoint.encoder.encode
+    tasks = [asyncio.ensure_future(encode([Piece(t)], at_start=False)) for t in ("a", "b", "c")]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    assert await tasks[2] == (99,)
+    assert await tasks[1] == (98,)
+    assert await encode([Piece("a")], at_start=False) == (97,)
+
+
 async def test_roles_may_be_written_otherwise_than_the_server_does(serve, fake) -> None:
     encoder = serve(fake, chat_template="chatml").encoder
     around = await encoder.role_text(("system", "user"))

@@ -49,6 +49,10 @@ async def test_special_tokens_are_real_in_control_pieces_only(client):
     told = (await client.post("/tokenize", json={"pieces": pieces, "at_start": True})).json()
     assert told["tokens"] == [*b"<end>a", END, *b"b"]
     assert (await client.post("/tokenize", json={"pieces": []})).json()["tokens"] == []
+    batch = [{"pieces": pieces[1:], "at_start": False}, {"pieces": []}, {"pieces": pieces[:1]}]
+    told = (await client.post("/tokenize", json={"batch": batch})).json()
+    assert told["tokens"] == [[*b"a", END, *b"b"], [], [*b"<end>"]]
+    assert told["count"] == [3, 0, 5]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +73,11 @@ async def test_special_tokens_are_real_in_control_pieces_only(client):
         ({"pieces": [{"text": "a"}], "add_special_tokens": True}, "add_special_tokens"),
         ({"pieces": [{"text": "a" * (MAX_CHARACTERS + 1)}]}, "pieces"),
         ({"pieces": ["a"]}, "pieces[0]"),
+        ({"pieces": [], "batch": [{"pieces": []}]}, "prompt"),
+        ({"batch": []}, "batch"),
+        ({"batch": [{"pieces": []}], "at_start": True}, "at_start"),
+        ({"batch": [{"pieces": []}, {"pieces": [{"text": 1}]}]}, "batch[1].pieces[0].text"),
+        ({"batch": [{"pieces": [{"text": "a" * MAX_CHARACTERS}]}] * 2}, "batch"),
         ({"pieces": [{"text": "a", "control": True}]}, "pieces[0].control"),
         ({"prompt": "a", "text": "a"}, "text"),
     ],
