@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sapwood.runtime.hints import Hints
 from sapwood.server.app import create_app
 from sapwood.server.schemas_constraints import ResponseFormat, StructuredOutputs
 from sapwood.server.schemas_native import GenerateRequest, NativeSampling
 from sapwood.server.schemas_openai import ChatRequest, CompletionRequest
+from sapwood.server.schemas_sapwood import HINT_NAMES, ConstraintFields, NativeSapwoodFields
+from sapwood.server.schemas_tokens import DetokenizeRequest, RoleTextRequest, TokenizeRequest
 from tests.server.fakes import FakeEngine
 from tests.server.helpers import error
 
@@ -35,7 +38,8 @@ VALUES = st.recursive(
 
 def bodies(model: Any, **sound: Any) -> st.SearchStrategy[dict[str, Any]]:
     """Sound requests in which some known fields have any value."""
-    fields = st.sampled_from(sorted(model.model_fields))
+    names = HINT_NAMES if model is Hints else model.model_fields
+    fields = st.sampled_from(sorted(names))
     return st.dictionaries(fields, VALUES, max_size=3).map(lambda changes: sound | changes)
 
 
@@ -73,6 +77,25 @@ CALLS = st.one_of(
     ),
     st.tuples(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate"]), VALUES),
 )
+SAPWOOD = st.one_of(
+    bodies(NativeSapwoodFields),
+    st.fixed_dictionaries({"hints": bodies(Hints)}),
+    st.fixed_dictionaries({"constraint": bodies(ConstraintFields, kind="regex", text="a")}),
+)
+CALLS_OF_PROGRAMS = st.one_of(
+    st.tuples(st.just("/generate"), SAPWOOD.map(lambda s: {"text": "hi", "sapwood": s})),
+    st.tuples(st.just("/v1/completions"), SAPWOOD.map(lambda s: {"prompt": "hi", "sapwood": s})),
+    st.tuples(
+        st.just("/tokenize"),
+        bodies(TokenizeRequest, prompt="hi")
+        | bodies(TokenizeRequest, messages=MESSAGES)
+        | bodies(TokenizeRequest, pieces=[{"text": "a"}])
+        | bodies(TokenizeRequest, batch=[{"pieces": [{"text": "a"}]}]),
+    ),
+    st.tuples(st.just("/detokenize"), bodies(DetokenizeRequest, tokens=[1, 2])),
+    st.tuples(st.just("/role_text"), bodies(RoleTextRequest, roles=["user"])),
+    st.tuples(st.just("/v1/chat/completions/render"), bodies(ChatRequest, messages=MESSAGES)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +110,15 @@ def post():
 @settings(max_examples=200, deadline=None)
 @given(CALLS)
 def test_any_json_is_answered_or_refused(post, call):
+    path, body = call
+    response = post(path, json.dumps(body).encode())
+    if response.status_code != 200:
+        error(response, 404 if response.json()["error"]["code"] == "model_not_found" else 400)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CALLS_OF_PROGRAMS)
+def test_any_json_about_tokens_and_of_programs_is_answered_or_refused(post, call):
     path, body = call
     response = post(path, json.dumps(body).encode())
     if response.status_code != 200:
