@@ -3,9 +3,8 @@
 import argparse
 from typing import Any
 
-import pytest
-
 import hints as bench
+import pytest
 
 
 def replayed(fill: Any, say: Any) -> tuple[dict[str, Any], int]:
