@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sapwood.frontend_lang.nodes import Node, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd
 
-if TYPE_CHECKING:
-    from sapwood.frontend_lang.state import ProgramState
+
+class Appends(Protocol):
+    """A state: of a run, or of a trace."""
+
+    def append(self, node: Node | str) -> None: ...
 
 
 class RoleBlock:
@@ -15,7 +18,7 @@ class RoleBlock:
 
     __slots__ = ("_role", "_state")
 
-    def __init__(self, state: ProgramState, role: str, expr: Node | str | None) -> None:
+    def __init__(self, state: Appends, role: str, expr: Node | str | None) -> None:
         self._state = state
         self._role = role
         if expr is not None:
@@ -33,7 +36,7 @@ class ScopeBlock:
 
     __slots__ = ("_name", "_state")
 
-    def __init__(self, state: ProgramState, name: str) -> None:
+    def __init__(self, state: Appends, name: str) -> None:
         self._state = state
         self._name = name
 

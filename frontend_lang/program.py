@@ -26,12 +26,13 @@ from sapwood.frontend_lang.nodes import Concat, Gen
 from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.running import ProgramRun
 from sapwood.frontend_lang.state import ProgramState
+from sapwood.frontend_lang.tracer import is_tracing, trace, trace_call, trace_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from sapwood.frontend_lang.backends.interface import Backend
-    from sapwood.frontend_lang.tracer import Trace
+    from sapwood.frontend_lang.trace_graph import Trace
 
 
 class Program:
@@ -77,6 +78,8 @@ class Program:
         statement that failed, and what the program raises itself.
         """
         given = self.invocation(args, arguments)
+        if is_tracing():
+            return self._traced(given)
         execution = _Execution(self, given)
         if given.settings.get("stream"):
             execution.start()
@@ -90,6 +93,8 @@ class Program:
         """`run` for async callers, on any event loop. A program that is no `async def` runs on a
         thread of its own. To cancel it aborts its requests."""
         given = self.invocation(args, arguments)
+        if is_tracing():
+            return self._traced(given)
         execution = _Execution(self, given)
         future = execution.start()
         if not given.settings.get("stream"):
@@ -148,6 +153,8 @@ class Program:
         """
         from sapwood.frontend_lang.batch import BatchPlan, run_batch
 
+        if is_tracing():
+            return [self.run(**arguments) for arguments in batch_arguments]
         plan = BatchPlan(num_threads=num_threads, progress_bar=progress_bar, on_error=on_error)
         states = run_batch(self.with_options(**options), batch_arguments, plan)
         return states if generator_style else list(states)
@@ -157,8 +164,6 @@ class Program:
 
         Raises TraceError where the program needs to know what only a run does.
         """
-        from sapwood.frontend_lang.tracer import trace
-
         given = self._given(args, arguments)
         return trace(self.function, given.positional, given.arguments)
 
@@ -166,8 +171,6 @@ class Program:
         """Let a backend compute what every run begins with: all before the first text that is not
         known. The function is run once, without a backend, to find it. Does nothing where a backend
         takes messages only. Raises ProgramError."""
-        from sapwood.frontend_lang.tracer import trace_prefix
-
         chosen = PROCESS.backend(self.settings.get("backend") if backend is None else backend)
         prefix = trace_prefix(self.function, self._base.positional, self._base.arguments)
         if prefix and not chosen.chat_only:
@@ -200,6 +203,10 @@ class Program:
 
     def _given(self, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> Invocation:
         return invocation_of(self.parameters, args, arguments).over(self._base)
+
+    def _traced(self, given: Invocation) -> ProgramState:
+        """The state of a program that a traced program runs."""
+        return cast(ProgramState, trace_call(self.function, given.positional, given.arguments))
 
     def _with(self, layer: Invocation) -> Program:
         return type(self)(self.function, self.num_api_spec_tokens, layer.over(self._base))

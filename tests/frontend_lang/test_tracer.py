@@ -1,10 +1,13 @@
 """A program is traced without a backend."""
 
 import asyncio
+import inspect
 from typing import Any
 
 import pytest
 
+import sapwood as sgl
+from sapwood.frontend_lang.forks import ForkGroup
 from sapwood.frontend_lang.nodes import (
     Concat,
     Constant,
@@ -14,9 +17,13 @@ from sapwood.frontend_lang.nodes import (
     RoleBegin,
     RoleEnd,
     Select,
+    SeparateReasoning,
     as_node,
 )
-from sapwood.frontend_lang.tracer import Trace, TraceError, TraceKind, trace, trace_prefix
+from sapwood.frontend_lang.state import ProgramState
+from sapwood.frontend_lang.trace_graph import Trace, TraceKind
+from sapwood.frontend_lang.trace_state import TraceError, TraceGroup, TraceState
+from sapwood.frontend_lang.tracer import trace, trace_prefix
 
 
 def gen(name: str, **options: Any) -> Gen[str]:
@@ -250,3 +257,78 @@ def test_the_prefix_of_a_program_that_cannot_be_traced_ends_where_it_goes_astray
         s += f"Q: {question}"
 
     assert trace_prefix(program, (), {}) == (Constant("examples"),)
+
+
+def test_a_traced_state_has_the_verbs_of_a_state_with_the_same_parameters() -> None:
+    for real, stand_in in ((ProgramState, TraceState), (ForkGroup, TraceGroup)):
+        for name, verb in vars(real).items():
+            if name.startswith("_") or not callable(verb):
+                continue
+            own = inspect.signature(getattr(stand_in, name)).parameters
+            assert list(own) == list(inspect.signature(verb).parameters), name
+
+
+def test_a_program_that_a_traced_one_runs_is_traced_too() -> None:
+    @sgl.function
+    def inner(s: Any, topic: str) -> None:
+        s += "about " + topic + gen("fact")
+
+    @sgl.function
+    def outer(s: Any, topic: str) -> None:
+        s += "Intro. "
+        fact = inner.run(topic=topic)["fact"]
+        many = inner.run_batch([{"topic": "tea"}])
+        s += fact + many[0]["fact"] + gen("end")
+
+    graph = outer.trace()
+    assert str(graph).splitlines()[:6] == [
+        "[0] argument topic",
+        "[1] constant 'Intro. '",
+        "[9] variable fact <- [5]",
+        "[10] variable fact <- [8]",
+        "[11] gen end",
+        "[2] call inner",
+    ]
+    assert graph.prefix == (Constant("Intro. "),)
+
+
+def test_an_async_program_is_traced_where_an_event_loop_runs() -> None:
+    @sgl.function
+    async def program(s: Any) -> None:
+        s += "a" + gen("x")
+        await s.settled()
+
+    async def notebook() -> Trace:
+        return program.trace()
+
+    assert kinds(asyncio.run(notebook())) == [TraceKind.CONSTANT, TraceKind.GEN]
+
+
+def test_groups_take_what_those_of_a_run_take() -> None:
+    def program(s: Any) -> None:
+        group = s.fork(2)
+        group += lambda index: f"{index}"
+        group += ["a", "b"]
+        group += "both"
+        group[0] += gen("only")
+        group.join("concate_and_append")
+        s += "after"
+
+    graph = traced(program)
+    assert [node.detail for node in graph.nodes if node.kind is TraceKind.CONSTANT] == [
+        "'0'",
+        "'1'",
+        "'a'",
+        "'b'",
+        "'both'",
+        "'both'",
+        "'after'",
+    ]
+
+
+def test_the_reasoning_of_an_answer_is_a_variable_too() -> None:
+    def program(s: Any) -> None:
+        s += SeparateReasoning(gen("x"))
+        s += s["x_reasoning_content"]
+
+    assert list(traced(program).variables) == ["x", "x_reasoning_content"]
