@@ -73,7 +73,7 @@ def test_an_example_runs_over_http(case: Case, server_url: str) -> None:
 @every_example
 def test_an_example_runs_in_a_batch(case: Case, engine: "Engine") -> None:
     states = case.program.run_batch(
-        [dict(case.arguments)] * 2, **case.options, backend=engine, progress_bar=False
+        [dict(case.arguments)] * 2, **case.options, backend=engine
     )
     assert len(states) == 2
     for state in states:
