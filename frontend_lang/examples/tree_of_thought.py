@@ -62,8 +62,11 @@ def propose(thoughts: Sequence[Thought], num_branches: int) -> list[Thought]:
     for thought in thoughts:
         possible = moves(thought.left)
         name = f"step_{len(thought.steps) + 1}"
-        for branch in thought.state.fork(num_branches):
-            branch += sgl.gen(name, regex=one_of(possible), max_tokens=40, temperature=0.8) + "\n"
+        for seed, branch in enumerate(thought.state.fork(num_branches)):
+            branch += (
+                sgl.gen(name, regex=one_of(possible), max_tokens=40, temperature=0.8, seed=seed)
+                + "\n"
+            )
             drawn.append((thought, branch, name, possible))
     further: dict[Numbers, Thought] = {}
     for thought, branch, name, possible in drawn:

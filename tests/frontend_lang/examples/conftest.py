@@ -3,30 +3,32 @@
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-OPTIONS = {"max_model_len": 2048, "num_kv_blocks": 1024}
+if TYPE_CHECKING:
+    from sapwood import Engine
 
 
 @pytest.fixture(scope="package")
-def engine(real_model: str) -> Iterator[object]:
+def engine(real_model: str) -> Iterator["Engine"]:
     from sapwood import Engine
 
-    with Engine(real_model, **OPTIONS) as engine:
+    with Engine(real_model, max_model_len=2048, num_kv_blocks=1024) as engine:
         yield engine
 
 
 @pytest.fixture(scope="package")
-def server_url(real_model: str) -> Iterator[str]:
-    """A server in this process, on a free port."""
+def server_url(engine: "Engine") -> Iterator[str]:
+    """A server over that engine in this process, on a free port."""
     import uvicorn
 
     from sapwood import AsyncEngine
     from sapwood.server.app import create_app
 
-    served = AsyncEngine(real_model, **OPTIONS)
-    server = uvicorn.Server(uvicorn.Config(create_app(served), port=0, log_level="warning"))
+    app = create_app(AsyncEngine.over(engine))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -37,4 +39,3 @@ def server_url(real_model: str) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
-        served.close()

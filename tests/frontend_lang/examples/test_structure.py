@@ -74,7 +74,8 @@ def agent(actions: Sequence[str], arguments: Sequence[str]) -> FakeBackend:
     def script(prompt: Prompt, call: Call) -> str:
         if not prompt.text.endswith("["):
             return " Hm."
-        return arguments[prompt.text.count("Observation") - 1]
+        *_, own = prompt.text.split("How many?")
+        return arguments[own.count("Observation")]
 
     def logprob(choice: str) -> float:
         wanted = remaining[0]
@@ -131,7 +132,7 @@ def test_a_tree_of_thought_proposes_in_branches_and_prunes_what_is_the_same() ->
     assert state["is_solved"] == "False"
     proposals = generated(backend)
     assert len(proposals) == 3 * 3  # all branches agree, so one thought is kept at each level
-    assert [hints_of(asked).fork_index for asked in proposals[:3]] == [0, 1, 2]
+    assert sorted(hints_of(asked).fork_index for asked in proposals[:3]) == [0, 1, 2]
     assert {hints_of(asked).fork_size for asked in proposals[:3]} == {3}
     scored = [asked for asked in backend.asked if asked.verb == "score"]
     assert [len(asked.continuations) for asked in scored] == [len(VALUES)] * 2
@@ -165,11 +166,10 @@ def test_the_points_of_a_skeleton_are_expanded_side_by_side() -> None:
     state = skeleton_of_thought.run("How?", backend=backend)
     assert state["expansion"] == ["Text 1.", "Text 2.", "Text 3."]
     assert state["answer"] == "point\nText 1.\n\npoint\nText 2.\n\npoint\nText 3."
-    *_, first, second, third = generated(backend)
-    assert [hints_of(asked).fork_index for asked in (first, second, third)] == [0, 1, 2]
-    common = first.prompt.text[: first.prompt.text.index("Write one")]
+    expansions = generated(backend)[3:]
+    assert sorted(hints_of(asked).fork_index for asked in expansions) == [0, 1, 2]
+    [common] = {asked.prompt.text.partition("Write one")[0] for asked in expansions}
     assert "1. point\n2. point\n3. point\n" in common
-    assert second.prompt.text.startswith(common)
 
 
 def test_a_judge_branches_solves_and_merges() -> None:
