@@ -24,6 +24,7 @@ from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.policy import load_policy
 from sapwood.runtime.processing import InputProcessor
 from sapwood.runtime.reasoning import reasoning_tags
+from sapwood.runtime.reasoning_block import ReasoningTags
 from sapwood.runtime.request_limits import RequestLimits
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.segmenter import Segmenter
@@ -55,7 +56,7 @@ class EngineInfo:
     schedule_policy: str
     prefix_caching: bool
     has_chat_template: bool
-    reasoning_tags: tuple[str, str] | None  # around what the model writes before it answers
+    reasoning_tags: ReasoningTags | None  # around what the model writes before it answers
     load_seconds: float
     created: int  # seconds since the epoch
 
@@ -151,7 +152,6 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         make_cache=make_cache,
         check_invariants=config.scheduler.check_invariants,
     )
-    tags = reasoning_tags(tokenizer.chat_template, config.model.reasoning)
     info = EngineInfo(
         model_name=loaded.name,
         dtype=_name(choose_dtype(config.model.dtype, loaded.config, device)),
@@ -167,7 +167,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         schedule_policy=config.scheduler.schedule_policy,
         prefix_caching=config.cache.prefix_caching,
         has_chat_template=tokenizer.has_chat_template,
-        reasoning_tags=None if tags is None else (tags.open, tags.close),
+        reasoning_tags=reasoning_tags(tokenizer.chat_template, config.model.reasoning),
         load_seconds=time.monotonic() - started,
         created=int(time.time()),
     )

@@ -7,13 +7,12 @@ what counts, names and converts, so that they cannot disagree.
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import to_json
 
 from sapwood.runtime.answer_format import AnswerParts, ToolCallPiece
-from sapwood.runtime.answer_tokens import answer_token_ids
 from sapwood.runtime.outputs import (
     CompletionOutput,
     FinishReason,
@@ -21,9 +20,9 @@ from sapwood.runtime.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from sapwood.runtime.sampling_params import SamplingParams
-from sapwood.server.engine import ServingTokenizer, TokenTexts
+from sapwood.server.engine import TokenTexts
 from sapwood.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from sapwood.server.outputs_sapwood import SapwoodAnswer
 
 DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
@@ -356,12 +355,11 @@ class TextAnswer(OpenAIAnswer):
 class NativeAnswer:
     """One answer of `/generate`, in the making. What it says is cumulative, as SGLang's is.
 
-    With `text_ids_for`, the options it was asked for with, the finished answer tells ids that spell
-    exactly its text.
+    `sapwood` is what is asked of it beside SGLang's fields, None: nothing.
     """
 
-    tokenizer: ServingTokenizer
-    text_ids_for: SamplingParams | None = None
+    tokenizer: TokenTexts
+    sapwood: SapwoodAnswer | None = None
     with_text: bool = False  # texts in the log-probabilities
     index: int | None = None  # of the prompt, in a streamed batch
     text: str = ""
@@ -374,7 +372,7 @@ class NativeAnswer:
 
     def add(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Everything so far, with `answer`, a piece in `output`."""
-        self.text += answer.text
+        self.text += answer.text if self.sapwood is None else self.sapwood.add(answer)
         self.token_ids += answer.token_ids
         meta: dict[str, Any] = {
             "id": output.request_id,
@@ -394,10 +392,8 @@ class NativeAnswer:
             meta["input_token_logprobs"] = self.input_token_logprobs
             meta["input_top_logprobs"] = self.input_top_logprobs
         result = {"text": self.text, "output_ids": self.token_ids, "meta_info": meta}
-        if self.text_ids_for is not None and answer.finish_reason is not None:
-            whole = replace(answer, text=self.text, token_ids=tuple(self.token_ids))
-            text_ids = answer_token_ids(whole, self.text_ids_for, self.tokenizer)
-            result["sapwood"] = {"text_ids": text_ids}
+        if self.sapwood is not None and (told := self.sapwood.told(answer)):
+            result["sapwood"] = told
         return result if self.index is None else result | {"index": self.index}
 
     def _add_prompt(self, output: RequestOutput) -> None:

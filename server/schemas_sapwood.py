@@ -64,20 +64,25 @@ class ConstraintFields(Wire):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the object asks for one prompt of `/generate`."""
+    """What the object, which stands at `at` in the body, asks for one prompt of `/generate`."""
 
-    hints: Hints = NO_HINTS
-    text_ids: bool = False
-    constraint: GivenConstraint | None = None
+    at: str
+    hints: Hints
+    text_ids: bool
+    separate_reasoning: bool | str
+    constraint: GivenConstraint | None
 
 
 class NativeSapwoodFields(SapwoodFields):
     """What `/generate` takes besides.
 
     `text_ids`: answers have `sapwood.text_ids`, token ids that spell exactly their text.
+    `separate_reasoning`: they have `sapwood.reasoning`, and their text and its ids are without it;
+    true: as the model marks it, or the name of a way to mark it.
     """
 
     text_ids: bool | None = None
+    separate_reasoning: bool | str | None = None
     constraint: ConstraintFields | None = None
 
     def asked(self, at: str) -> Asked:
@@ -86,5 +91,9 @@ class NativeSapwoodFields(SapwoodFields):
         if self.constraint is not None:
             constraint = GivenConstraint(f"{at}.constraint", self.constraint.spec())
         return Asked(
-            hints=self.asked_hints(at), text_ids=bool(self.text_ids), constraint=constraint
+            at=at,
+            hints=self.asked_hints(at),
+            text_ids=bool(self.text_ids),
+            separate_reasoning=self.separate_reasoning or False,
+            constraint=constraint,
         )

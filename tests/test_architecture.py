@@ -42,8 +42,10 @@ SERVER_PUBLIC = tuple(
         "policy",
         "processing",
         "pull",
+        "reasoning_block",
         "role_text",
         "sampling_params",
+        "separated_reasoning",
         "tokenizer",
         "turns",
     )
@@ -197,6 +199,7 @@ TORCH_FREE = (
     "runtime/scheduler.py",
     "runtime/scoring.py",
     "runtime/segmenter.py",
+    "runtime/separated_reasoning.py",
     "runtime/step_plan.py",
     "runtime/stop.py",
     "runtime/stop_regex.py",

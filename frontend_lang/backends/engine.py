@@ -10,11 +10,7 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
-from sapwood.frontend_lang.backends.engine_answers import (
-    AnswerInProgress,
-    SeparatedReasoning,
-    tags_of_type,
-)
+from sapwood.frontend_lang.backends.engine_answers import AnswerInProgress
 from sapwood.frontend_lang.backends.engine_options import in_options_words, sampling_params
 from sapwood.frontend_lang.backends.interface import (
     Answer,
@@ -35,6 +31,7 @@ from sapwood.runtime.reasoning import reasoning_tags
 from sapwood.runtime.reasoning_block import ReasoningTags
 from sapwood.runtime.role_text import role_text
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.separated_reasoning import SeparatedReasoning, tags_of_type
 from sapwood.runtime.tokenizer import Tokenizer
 
 _MAX_CHARS_ON_THE_LOOP = 4096  # longer texts are encoded on a thread: about a millisecond and more

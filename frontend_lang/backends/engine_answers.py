@@ -1,12 +1,9 @@
 """The engine's outputs as answers of a program: whole, or piece by piece."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from sapwood.frontend_lang.backends.interface import Answer, Call, TokenIds
-from sapwood.runtime.answer_tokens import answer_token_ids, tokens_between
-from sapwood.runtime.detokenizer import IncrementalDetokenizer
-from sapwood.runtime.errors import RequestError
+from sapwood.runtime.answer_tokens import answer_token_ids
 from sapwood.runtime.outputs import (
     CompletionOutput,
     FinishReason,
@@ -14,34 +11,11 @@ from sapwood.runtime.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
-from sapwood.runtime.reasoning import REASONING_TAGS, ReasoningReader, reasoning_start
-from sapwood.runtime.reasoning_block import ReasoningTags
 from sapwood.runtime.sampling_params import SamplingParams
-from sapwood.runtime.stop import StopMatcher
+from sapwood.runtime.separated_reasoning import SeparatedReasoning
 from sapwood.runtime.tokenizer import Tokenizer
 
 _Entry = tuple[float | None, int, str | None]  # SGLang's: log-probability, token id, text
-
-# SGLang's names of models that write their reasoning as most others do.
-_LIKE_MOST = frozenset(
-    "deepseek-r1 deepseek-v3 deepseek-v31 glm45 minimax nano_v3 qwen3 qwen3-thinking step3".split()
-)
-
-
-def tags_of_type(model_type: str | None, own: ReasoningTags | None) -> ReasoningTags | None:
-    """How reasoning is marked: by a name of ours or of SGLang's, or as the model itself does; None
-    for a model that writes none. Raises RequestError for a name that is not known."""
-    if model_type is None:
-        return own
-    found = REASONING_TAGS.get("think" if model_type in _LIKE_MOST else model_type)
-    if found is None:
-        known = ", ".join(sorted((*REASONING_TAGS, *_LIKE_MOST)))
-        raise RequestError(
-            f"model_type: there is no way of reasoning called {model_type!r}; name one of {known}, "
-            "or leave it out for the model's own",
-            param="model_type",
-        )
-    return found
 
 
 class AnswerInProgress:
@@ -151,40 +125,6 @@ class AnswerInProgress:
 
     def _text(self, token_id: int) -> str | None:
         return self._tokenizer.token_text(token_id) if self._with_text else None
-
-
-class SeparatedReasoning:
-    """Tells the reasoning of one answer from its content, by the tags that are in its text."""
-
-    def __init__(
-        self, tags: ReasoningTags, prompt: str, sampling: SamplingParams, tokenizer: Tokenizer
-    ) -> None:
-        self._tags = tags
-        self._start = reasoning_start(tags, prompt)
-        self._tokenizer = tokenizer
-        markers = {tokenizer.special_id(tag): tag.encode() for tag in (tags.open, tags.close)}
-        self._visible = {i: tag for i, tag in markers.items() if i is not None}
-        self._reader = ReasoningReader(tags, self._start)
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer.token_bytes, StopMatcher.of(sampling), self._visible
-        )
-
-    def add(self, token_ids: Sequence[int], *, finished: bool) -> tuple[str, str]:
-        """The content and the reasoning that are new with tokens."""
-        text = self._detokenizer.add(token_ids, finished=finished)
-        parts = self._reader.feed(text, finished=finished)
-        return parts.content, parts.reasoning
-
-    def content_token_ids(self, token_ids: TokenIds) -> TokenIds:
-        """Of the tokens of a whole answer those that spell the content."""
-        # The content is the answer's end. Bytes that are no UTF-8 become one character each.
-        pieces = list(map(self._detokenizer.bytes_of, token_ids))
-        whole = b"".join(pieces)
-        reader = ReasoningReader(self._tags, self._start)
-        parts = reader.feed(whole.decode(errors="surrogateescape"), finished=True)
-        num_bytes = len(parts.content.encode(errors="surrogateescape"))
-        start = len(whole) - num_bytes
-        return tokens_between(self._tokenizer, token_ids, pieces, start, len(whole))
 
 
 def _has_ended(piece: CompletionOutput) -> bool:

@@ -73,6 +73,8 @@ class SapwoodWire:
         asked: dict[str, Any] = {"text_ids": True} | asked_hints(call.hints)
         if call.constraint is not None:
             asked["constraint"] = call.constraint.as_json()
+        if call.separate_reasoning:
+            asked["separate_reasoning"] = call.reasoning_type or True
         return {"sapwood": asked}
 
     def token_ids(self, result: Mapping[str, Any]) -> TokenIds | None:
@@ -182,6 +184,7 @@ def whole_answer(wire: Wire, result: Mapping[str, Any]) -> Answer:
     kind = _finish_reason(meta)
     return Answer(
         text=text,
+        reasoning=result.get("sapwood", {}).get("reasoning", ""),
         token_ids=None if kind is None else wire.token_ids(result),
         finish_reason=kind,
         meta=MappingProxyType(meta),

@@ -6,7 +6,7 @@ text.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,6 +17,7 @@ from sapwood.frontend_lang.backends.endpoint_scores import score_texts, score_to
 from sapwood.frontend_lang.backends.generate_wire import (
     SapwoodWire,
     SGLangWire,
+    Wire,
     generate_body,
     in_options_words,
     whole_answer,
@@ -95,36 +96,25 @@ class RuntimeEndpoint:
 
     async def generate(self, prompt: Prompt, call: Call) -> list[Answer]:
         """As `Backend.generate`."""
-        readers = [self._reader(prompt, call) for _ in range(call.options.get("n") or 1)]
+        num_answers = call.options.get("n") or 1
         body = generate_body(self._wire, prompt, call, stream=False)
         with in_options_words():
             told = await self._http.post("/generate", body)
         results = told if isinstance(told, list) else [told]
-        if len(results) != len(readers):
-            raise EngineError(f"{len(readers)} answers were asked for, and {len(results)} came")
-        answers = []
-        for result, reader in zip(results, readers, strict=True):
-            answers.append(await self._separated(whole_answer(self._wire, result), reader))
-        return answers
+        if len(results) != num_answers:
+            raise EngineError(f"{num_answers} answers were asked for, and {len(results)} came")
+        return [self._news(prompt, call).add(result) for result in results]
 
     async def stream(self, prompt: Prompt, call: Call) -> AsyncIterator[Answer]:
         """As `Backend.stream`."""
-        reader = self._reader(prompt, call)
+        news, answer = self._news(prompt, call), None
         body = generate_body(self._wire, prompt, call, stream=True)
-        said, has_ended = "", False
-        events = self._events(body)
-        async with aclosing(events):
-            async for event in events:
-                answer = whole_answer(self._wire, event)
-                has_ended = answer.finish_reason is not None
-                # A character that is not whole yet may be shown by its replacement.
-                text = answer.text if has_ended else answer.text.rstrip("\ufffd")
-                if not text.startswith(said) and not has_ended:
-                    continue
-                new = replace(answer, text=_continuation(said, text))
-                said = text
-                yield await self._separated(new, reader)
-        if not has_ended:
+        with in_options_words():
+            async with aclosing(self._http.events("/generate", body)) as events:
+                async for event in events:
+                    answer = news.add(event.data)
+                    yield answer
+        if answer is None or answer.finish_reason is None:
             raise EngineError(f"{self.url} ended a stream before its answer had ended")
 
     async def score(
@@ -159,39 +149,57 @@ class RuntimeEndpoint:
         """The same, from any thread."""
         self._http.close()
 
-    async def _events(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        with in_options_words():
-            async with aclosing(self._http.events("/generate", body)) as events:
-                async for event in events:
-                    yield event.data
-
     async def _encoded(self, continuation: TokenIds | str, *, at_start: bool) -> TokenIds:
         if not isinstance(continuation, str):
             return continuation
         assert self._tokens is not None
         return await self._tokens.encode([Piece(continuation)], at_start=at_start)
 
-    def _reader(self, prompt: Prompt, call: Call) -> "ReasoningReader | None":
-        """What tells reasoning from content, where that is asked for. Raises RequestError."""
-        if not call.separate_reasoning:
-            return None
-        from sapwood.frontend_lang.backends.engine_answers import tags_of_type
+    def _news(self, prompt: Prompt, call: Call) -> "_News":
+        """What tells the pieces of one answer. Raises RequestError."""
+        if not call.separate_reasoning or isinstance(self._wire, SapwoodWire):
+            return _News(self._wire)
         from sapwood.runtime.reasoning import ReasoningReader, reasoning_start
-        from sapwood.runtime.reasoning_block import ReasoningTags
+        from sapwood.runtime.separated_reasoning import tags_of_type
 
-        own = self._info.get("reasoning_tags")
-        tags = tags_of_type(call.reasoning_type, None if own is None else ReasoningTags(*own))
-        return ReasoningReader(tags, reasoning_start(tags, prompt.text))
+        tags = tags_of_type(call.reasoning_type, None)
+        if tags is None:
+            raise RequestError(
+                "this server does not tell how its model marks its reasoning; name the way with "
+                "separate_reasoning(..., model_type=...)",
+                param="model_type",
+            )
+        text = self._wire.text(prompt)
+        return _News(self._wire, ReasoningReader(tags, reasoning_start(tags, text)))
 
-    async def _separated(self, answer: Answer, reader: "ReasoningReader | None") -> Answer:
-        """The content alone. Its tokens are made anew: what was computed after the reasoning is of
-        no use where that is left out."""
-        if reader is None:
-            return answer
+
+class _News:
+    """What is new of an answer whose server says all of it each time.
+
+    `reader` tells reasoning from content, for a server that does not.
+    """
+
+    def __init__(self, wire: Wire, reader: "ReasoningReader | None" = None) -> None:
+        self._wire = wire
+        self._reader = reader
+        self._said = Answer(text="")
+
+    def add(self, result: Mapping[str, Any]) -> Answer:
+        """The piece that `result` adds. Raises EngineError."""
+        answer = whole_answer(self._wire, result)
         has_ended = answer.finish_reason is not None
-        parts = reader.feed(answer.text, finished=has_ended)
-        token_ids = answer.token_ids
-        return replace(answer, text=parts.content, reasoning=parts.reasoning, token_ids=token_ids)
+        if not has_ended:  # a character that is not whole yet may be shown by its replacement
+            answer = replace(answer, text=answer.text.rstrip("\ufffd"))
+        told = replace(
+            answer,
+            text=_continuation(self._said.text, answer.text),
+            reasoning=_continuation(self._said.reasoning, answer.reasoning),
+        )
+        self._said = answer
+        if self._reader is None:
+            return told
+        parts = self._reader.feed(told.text, finished=has_ended)
+        return replace(told, text=parts.content, reasoning=parts.reasoning)
 
 
 def _continuation(said: str, text: str) -> str:

@@ -46,6 +46,7 @@ async def server_info(serving: ServingDep) -> dict[str, Any]:
 
 def _model_info(serving: Serving) -> dict[str, Any]:
     info = serving.engine.info
+    tags = info.reasoning_tags
     return {
         "server": "sapwood",
         "version": sapwood.__version__,
@@ -56,5 +57,5 @@ def _model_info(serving: Serving) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
         "vocab_size": info.vocab_size,
         "has_chat_template": info.has_chat_template,
-        "reasoning_tags": info.reasoning_tags,
+        "reasoning_tags": None if tags is None else [tags.open, tags.close],
     }

@@ -234,6 +234,25 @@ async def test_hints_and_constraints_arrive_as_they_are(serve, fake) -> None:
     assert sampling.constraint == spec
 
 
+async def test_reasoning_is_told_apart_as_in_process(endpoint, engine) -> None:
+    near = EngineBackend(engine)
+    for end in ("", "<think>"):
+        prompt = await prompt_of(endpoint, TEXT + end)
+        options = Options(temperature=0.0, max_tokens=24, logit_bias={}, stop=["zz"])
+        call = Call(options=options, separate_reasoning=True, reasoning_type="qwen3")
+        [far_one], [near_one] = (
+            await endpoint.generate(prompt, call),
+            await near.generate(prompt, call),
+        )
+        told = ("text", "reasoning", "token_ids")
+        assert [getattr(far_one, f) for f in told] == [getattr(near_one, f) for f in told]
+        assert bool(far_one.reasoning) == bool(end)
+        pieces = await streamed(endpoint, prompt, call)
+        assert "".join(piece.reasoning for piece in pieces) == far_one.reasoning
+        assert "".join(piece.text for piece in pieces) == far_one.text
+        assert pieces[-1].token_ids == far_one.token_ids
+
+
 async def test_an_option_without_the_constraint_made_of_it_is_not_left_out(serve, fake) -> None:
     endpoint = serve(fake)
     prompt = Prompt(text="hi", token_ids=(104, 105))

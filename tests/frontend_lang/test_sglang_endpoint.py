@@ -121,6 +121,18 @@ async def test_a_stream_is_told_piece_by_piece_and_never_half_a_character(serve)
     assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"]
 
 
+async def test_reasoning_is_told_apart_by_the_name_of_its_way(serve) -> None:
+    _, endpoint = serve(answer="<think>Hm.</think>\n\nYes")
+    call = Call(separate_reasoning=True, reasoning_type="qwen3")
+    [answer] = await endpoint.generate(HI, call)
+    assert (answer.text, answer.reasoning) == ("Yes", "Hm.")
+    pieces = [piece async for piece in endpoint.stream(HI, call)]
+    assert "".join(piece.text for piece in pieces) == "Yes"
+    assert "".join(piece.reasoning for piece in pieces) == "Hm."
+    with pytest.raises(RequestError, match="model_type="):
+        await endpoint.generate(HI, Call(separate_reasoning=True))
+
+
 async def test_a_server_that_streams_segments_is_told(serve) -> None:
     _, endpoint = serve(segments=True)
     with pytest.raises(EngineError, match="streams pieces of text"):

@@ -72,6 +72,9 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id == END
 
+    def special_id(self, content: str) -> int | None:
+        return END if content == "<end>" else None
+
     @property
     def token_bytes(self) -> Sequence[bytes]:
         return [*(bytes([byte]) for byte in range(256)), b""]

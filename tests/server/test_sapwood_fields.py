@@ -1,10 +1,12 @@
 """The object `sapwood`: hints, exact token ids, and constraints as we say them."""
 
+from itertools import pairwise
+
 import pytest
 
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
 from sapwood.runtime.hints import NO_HINTS, Hints
-from tests.server.fakes import ANSWER
+from tests.server.fakes import ANSWER, FakeEngine
 from tests.server.helpers import chat, error, events
 
 pytestmark = pytest.mark.anyio
@@ -91,6 +93,53 @@ async def test_a_stream_tells_text_ids_once_with_its_last_piece(client):
     assert [event["index"] for event in with_ids] == [0, 1]
     assert all(event["meta_info"]["finish_reason"] for event in with_ids)
     assert all(event["sapwood"]["text_ids"] == list(ANSWER.encode()) for event in with_ids)
+
+
+THOUGHT = "<think>\nHm, wö.\n</think>\n\nYes. <end>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_told_apart_with_the_ids_of_what_is_left(connect, stream):
+    client = connect(FakeEngine(answer=THOUGHT))
+    body = {
+        "input_ids": list(b"hi"),
+        "sampling_params": {"temperature": 0, "stop": "<end>"},
+        "sapwood": {"separate_reasoning": "qwen3", "text_ids": True},
+        "stream": stream,
+    }
+    response = await client.post("/generate", json=body)
+    told = events(response)[-1] if stream else response.json()
+    assert told["text"] == "Yes. "
+    assert told["sapwood"] == {"reasoning": "Hm, wö.", "text_ids": list(b"Yes. ")}
+    if stream:
+        texts = [event["text"] for event in events(response)]
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+async def test_a_prompt_that_opens_the_reasoning_is_seen(connect):
+    client = connect(FakeEngine(answer="Hm.</think>Yes"))
+    for prompt in ({"text": "hi<think>\n"}, {"input_ids": [*b"x" * 500, *b"<think>\n"]}):
+        body = prompt | {
+            "sampling_params": {"temperature": 0},
+            "sapwood": {"separate_reasoning": "think"},
+        }
+        told = (await client.post("/generate", json=body)).json()
+        assert (told["text"], told["sapwood"]) == ("Yes", {"reasoning": "Hm."})
+
+
+async def test_a_model_that_does_not_reason_has_no_reasoning(connect):
+    client = connect(FakeEngine(answer=THOUGHT))
+    body = {"text": "hi", "sampling_params": {"temperature": 0}}
+    told = (
+        await client.post("/generate", json=body | {"sapwood": {"separate_reasoning": True}})
+    ).json()
+    assert (told["text"], told["sapwood"]) == (THOUGHT, {"reasoning": ""})
+    response = await client.post(
+        "/generate", json=body | {"sapwood": {"separate_reasoning": "loud"}}
+    )
+    refused = error(response)
+    assert refused["param"] == "sapwood.separate_reasoning"
+    assert "no way of reasoning called 'loud'" in refused["message"]
 
 
 async def test_text_ids_are_told_of_those_prompts_that_ask(client):
