@@ -287,7 +287,7 @@ def test_programs_run_in_a_forked_process() -> None:
     done = run_script(
         "child = os.fork()\n"
         "assert ask.run(backend=FakeBackend())['a'] == 'ok'\n"
-        "print('ran', flush=True)\n"
+        "os.write(1, b'ran\\n')\n"
         "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     assert (done.returncode, done.stdout.split()) == (0, ["ran", "ran"])
