@@ -154,6 +154,7 @@ class _Batch:
                 self._has_changed.clear()
                 await self._has_changed.wait()
         finally:
+            self._unseated.clear()  # or the seats of those that end now would be taken
             self._gate.close()
             for task in self._in_flight:
                 task.cancel()

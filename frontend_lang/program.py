@@ -43,6 +43,8 @@ class Program:
     nothing else. A name that is both is the function's; `with_options` reaches the option.
     """
 
+    __name__: str
+
     def __init__(
         self,
         function: Callable[..., Any],

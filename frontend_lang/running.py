@@ -45,6 +45,8 @@ class ProgramRun:
         self.names: list[Names] = []
         self.has_returned = False  # the program appends nothing any more
         self.ended = Latch()  # and all that it appended is done
+        self._outcome_lock = threading.Lock()
+        self._has_succeeded = False
         self._thread_id: int | None = None  # of a program that is a plain function
         self._timer: asyncio.TimerHandle | None = None
         background.register(self)
@@ -71,7 +73,7 @@ class ProgramRun:
             self.has_returned = True
             for executor in self.executors:
                 self.wait(executor.worker.drained())
-            self._check()
+            self._succeed()
         except BaseException as error:
             self.abort(error)
             raise
@@ -86,7 +88,7 @@ class ProgramRun:
             self.has_returned = True
             for executor in self.executors:
                 await executor.worker.drained().wait_async()
-            self._check()
+            self._succeed()
         except BaseException as error:
             self.abort(error)
             raise
@@ -120,11 +122,20 @@ class ProgramRun:
 
     def abort(self, cause: BaseException) -> None:
         """End all that is not done, with the requests under way; from any thread, and any number of
-        times."""
+        times. Too late where the run has succeeded."""
         failure = Failure(cause, None)
-        for executor in tuple(self.executors):
-            executor.worker.fail(failure)
+        with self._outcome_lock:
+            if self._has_succeeded:
+                return
+            for executor in tuple(self.executors):
+                executor.worker.fail(failure)
         self.background.post(self._cancel)
+
+    def _succeed(self) -> None:
+        """Nothing can be aborted any more. Raises ProgramError where something has failed."""
+        with self._outcome_lock:
+            self._check()
+            self._has_succeeded = True
 
     def _check(self) -> None:
         """Raises ProgramError for a failure of the program's own state, or for one of a branch

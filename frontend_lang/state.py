@@ -154,7 +154,8 @@ class ProgramState:
         return tuple(self._names)
 
     def text(self) -> str:
-        """All text so far (from outside of a program: when it has ended), with what a chat template puts around messages."""
+        """All text so far, with what a chat template writes around messages. Asked from outside of
+        a streamed program it is the whole text, and waits for its end."""
         text: str = self._look(lambda transcript: transcript.text)
         return text
 
@@ -168,8 +169,8 @@ class ProgramState:
         self._look(lambda transcript: None)
 
     async def settled(self) -> None:
-        """`sync` for async programs and readers: after it nothing that was appended before has to be
-        waited for, so `s["x"]`, `text()` and `join()` answer at once. Raises nothing."""
+        """`sync` for async programs and readers: after it nothing that was appended before has to
+        be waited for, so `s["x"]`, `text()` and `join()` answer at once. Raises nothing."""
         if not self._run.is_inside:
             await self._run.ended.wait_async()
         await self._executor.worker.drained().wait_async()

@@ -15,9 +15,9 @@ import pytest
 import sapwood as sgl
 from sapwood.frontend_lang.background import Background
 from sapwood.frontend_lang.errors import ProgramUsageError
-from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.state import ProgramState
 from tests.frontend_lang.fakes import FakeBackend
+from tests.frontend_lang.loops import own_loop
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = 3600.0
@@ -232,12 +232,8 @@ def test_async_programs_await_their_variables() -> None:
 
 @pytest.fixture
 def background() -> Iterator[Background]:
-    """A loop of the test's own, in the place of the process's."""
-    background = Background()
-    before, PROCESS.background = PROCESS.background, background
-    yield background
-    background.close()
-    PROCESS.background = before
+    with own_loop() as background:
+        yield background
 
 
 def test_closing_the_loop_settles_all_that_waits(background: Background) -> None:
@@ -291,7 +287,7 @@ def test_programs_run_in_a_forked_process() -> None:
     done = run_script(
         "child = os.fork()\n"
         "assert ask.run(backend=FakeBackend())['a'] == 'ok'\n"
-        "print('ran', flush=True)\n"
+        "os.write(1, b'ran\\n')\n"
         "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     assert (done.returncode, done.stdout.split()) == (0, ["ran", "ran"])

@@ -15,6 +15,7 @@ import sapwood as sgl
 from sapwood.frontend_lang.backends.interface import Call, Prompt
 from sapwood.frontend_lang.state import ProgramState
 from tests.frontend_lang.fakes import FakeBackend, ScriptedError
+from tests.frontend_lang.loops import num_tasks_left, own_loop
 
 EXAMPLES = "Q: one and one?\nA: two\nQ: two and two?\nA: four\n"
 
@@ -207,11 +208,21 @@ def test_plain_programs_have_a_bounded_number_of_threads_and_async_ones_none() -
         most = max(most, threading.active_count() - before)
         return "ok"
 
-    talk.run_batch(questions(50), backend=FakeBackend(watch), num_threads=5)
-    assert most <= 6  # and the loop's
-    most = 0
     talk_async.run_batch(questions(50), backend=FakeBackend(watch))
-    assert most <= 1
+    assert most <= 1  # the loop's
+    most = 0
+    talk.run_batch(questions(50), backend=FakeBackend(watch), num_threads=5)
+    assert most <= 6
+
+
+def test_a_batch_that_ends_begins_no_more_programs_and_leaves_no_tasks() -> None:
+    backend = FakeBackend(echo, failing=[3])
+    with own_loop() as background:
+        with pytest.raises(sgl.ProgramError):
+            talk.run_batch(questions(50), backend=backend, num_threads=2)
+        num_asked = len(backend.asked)
+        assert num_tasks_left(background) == 0
+        assert len(backend.asked) == num_asked < 50
 
 
 def test_no_more_than_num_threads_programs_work_at_the_backend() -> None:

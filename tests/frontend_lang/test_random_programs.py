@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,9 +14,16 @@ import sapwood as sgl
 from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.state import ProgramState
 from tests.frontend_lang.fakes import FakeBackend
+from tests.frontend_lang.loops import num_tasks_left, own_loop
 from tests.frontend_lang.random_programs import PROGRAMS, Statement, perform
 
 PATIENCE = 20.0  # seconds after which a thread hangs; a program here takes milliseconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_loop() -> Iterator[None]:
+    with own_loop():
+        yield
 
 
 @sgl.function
@@ -63,6 +70,17 @@ def run_in_time(program: tuple[Statement, ...], backend: FakeBackend) -> None:
     play.run(program=program, backend=backend, timeout=PATIENCE)
 
 
+def run_in_a_batch(program: tuple[Statement, ...], backend: FakeBackend) -> None:
+    states = play.run_batch([{"program": program}] * 3, backend=backend, on_error="return")
+    errors = [error for state in states if (error := state.error()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def run_in_a_batch_of_all_or_none(program: tuple[Statement, ...], backend: FakeBackend) -> None:
+    play.run_batch([{"program": program}] * 5, backend=backend, num_threads=2)
+
+
 FORMS = (
     run,
     read_along,
@@ -71,6 +89,8 @@ FORMS = (
     read_a_name,
     run_on_another_loop,
     run_in_time,
+    run_in_a_batch,
+    run_in_a_batch_of_all_or_none,
 )
 
 
@@ -91,16 +111,6 @@ def outcome(call: Callable[[], None]) -> BaseException | None:
     return raised[0]
 
 
-async def other_tasks() -> int:
-    """How many tasks are on the loop beside this one, once cancelled ones are through."""
-    for _ in range(1000):
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if not others:
-            return 0
-        await asyncio.sleep(0.001)
-    return len(others)
-
-
 def num_calls(program: tuple[Statement, ...], **options: Any) -> int:
     """How often the program asks its backend where nothing fails."""
     backend = FakeBackend("ok", **options)
@@ -117,7 +127,7 @@ def check_that_it_ends(
     assert error is None or isinstance(error, sgl.ProgramError), repr(error)
     if len(backend.asked) <= call:
         assert error is None
-    assert PROCESS.background.run(other_tasks()) == 0
+    assert num_tasks_left(PROCESS.background) == 0
     assert backend.num_active == 0
 
 
