@@ -57,8 +57,11 @@ class Recording:
     """
 
     def __init__(self, backend: object, path: str | os.PathLike[str], mode: str = "auto") -> None:
-        """`backend`: whatever a program runs on, or None. Raises RequestError for an unknown mode, a
-        file that is missing or no recording, and for no backend where one is needed."""
+        """`backend`: whatever a program runs on, or None.
+
+        Raises RequestError for an unknown mode, a file that is missing or no recording, and for no
+        backend where one is needed.
+        """
         self._backend = None if backend is None else as_backend(backend)
         self._mode = _mode(mode)
         if self._mode is Mode.RECORD and self._backend is None:
