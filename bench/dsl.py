@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -75,9 +74,9 @@ def main() -> None:
         "settings": settings(arguments),
         "pools": {},
     }
-    for name, num_blocks in (("ample", None), ("small", arguments.small_pool)):
-        with _server(arguments.model, num_blocks) as url:
-            result["pools"][name] = _compare_all(url, arguments)
+    for name, pool in (("ample", {}), ("small", {"num_kv_blocks": arguments.small_pool})):
+        with sgl.Runtime(arguments.model, **pool) as server:
+            result["pools"][name] = _compare_all(server, arguments)
     result["batch"] = _batch_order(arguments)
     result["overhead"] = _overhead(arguments)
     for line in _lines(result):
@@ -102,62 +101,33 @@ def _parse() -> argparse.Namespace:
 # -- programs and plain calls ------------------------------------------------------------------
 
 
-@contextmanager
-def _server(model: str, num_blocks: int | None) -> Iterator[str]:
-    """The URL of a server in a process of its own, once it is ready."""
-    command = [sys.executable, "-m", "sapwood", "serve", model, "--port", "0"]
-    command += ["--log-level", "warning"]
-    if num_blocks is not None:
-        command += ["--num-kv-blocks", str(num_blocks)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield _announced(process.stdout)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _announced(lines: Iterator[str]) -> str:
-    for line in lines:
-        if found := re.search(r"http://[\d.]+:\d+", line):
-            url = found[0]
-            break
-    else:
-        raise RuntimeError("the server ended before it was ready")
-    while httpx.get(f"{url}/health").status_code != 200:
-        time.sleep(0.1)
-    return url
-
-
-def _compare_all(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def _compare_all(server: sgl.Runtime, arguments: argparse.Namespace) -> dict[str, Any]:
     questions = [row["question"] for row in read_json_lines(GSM8K)]
     essays = [text[:2000] for _, text in sorted(topics.items()) if len(text) >= 2000]
     return {
-        work.name: _compare(url, work, texts, arguments)
+        work.name: _compare(server, work, texts, arguments)
         for work, texts in ((TREE, questions), (JUDGE, essays), (CHAINS, questions))
     }
 
 
 def _compare(
-    url: str, work: Work, texts: Sequence[str], arguments: argparse.Namespace
+    server: sgl.Runtime, work: Work, texts: Sequence[str], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Pairs with texts of their own; who is first alternates. The first pair is not counted."""
     num, num_tokens = arguments.programs, arguments.num_tokens
-    backend = sgl.RuntimeEndpoint(url)
     pairs = []
     for i in range(arguments.pairs + 1):
         asked = [texts[(i * num + k) % len(texts)] for k in range(num)]
 
         def programs(asked: Sequence[str] = asked) -> None:
             batch = [{"text": text, "num_tokens": num_tokens} for text in asked]
-            work.program.run_batch(batch, backend=backend)
+            work.program.run_batch(batch, backend=server)
 
         def plain(asked: Sequence[str] = asked) -> None:
-            asyncio.run(_all_plain(url, work, asked, num_tokens))
+            asyncio.run(_all_plain(server.url, work, asked, num_tokens))
 
         order = (programs, plain) if i % 2 else (plain, programs)
-        timed = {side: _measured(url, side) for side in order}
+        timed = {side: _measured(server.url, side) for side in order}
         pairs.append((timed[programs], timed[plain]))
     counted = pairs[1:]
     return {

@@ -133,6 +133,10 @@ class Anthropic:
     async def aclose(self) -> None:
         await self._http.aclose()
 
+    def close(self) -> None:
+        """Close the connections, from any thread."""
+        self._http.close()
+
     async def _one(self, request: _Request) -> Answer:
         body = await self._http.post("/v1/messages", request.body)
         with _in_form(self.name):

@@ -170,6 +170,10 @@ class OpenAI:
     async def aclose(self) -> None:
         await self._http.aclose()
 
+    def close(self) -> None:
+        """Close the connections, from any thread."""
+        self._http.close()
+
     async def _known_dialect(self) -> Dialect:
         """The server's, asked of it once. One that fails to say is asked again at the next call;
         what is wrong with it this one will tell."""

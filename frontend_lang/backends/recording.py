@@ -28,6 +28,7 @@ from sapwood.frontend_lang.backends.interface import (
     Score,
     TokenIds,
 )
+from sapwood.frontend_lang.process import as_backend
 from sapwood.runtime import errors
 from sapwood.runtime.errors import RequestError, SapwoodError
 from sapwood.runtime.hints import Hints
@@ -55,16 +56,17 @@ class Recording:
     recorded: tuples in `meta` are lists.
     """
 
-    def __init__(
-        self, backend: Backend | None, path: str | os.PathLike[str], mode: str = "auto"
-    ) -> None:
-        """Raises RequestError for an unknown mode, a file that is missing or no recording, and for
-        no backend where one is needed."""
-        self._backend = backend
+    def __init__(self, backend: object, path: str | os.PathLike[str], mode: str = "auto") -> None:
+        """`backend`: whatever a program runs on, or None.
+
+        Raises RequestError for an unknown mode, a file that is missing or no recording, and for no
+        backend where one is needed.
+        """
+        self._backend = None if backend is None else as_backend(backend)
         self._mode = _mode(mode)
-        if self._mode is Mode.RECORD and backend is None:
+        if self._mode is Mode.RECORD and self._backend is None:
             raise RequestError("to record, Recording needs a backend", param="backend")
-        self._tape = Tape.open(Path(path), self._mode, backend)
+        self._tape = Tape.open(Path(path), self._mode, self._backend)
         about = self._tape.about
         self.name = f"{about['name']} (recorded)"
         self.chat_only = bool(about["chat_only"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import sapwood as sgl
 
@@ -17,7 +17,8 @@ def backend_of_command_line(description: str | None) -> Iterator[sgl.Engine | sg
     parser.add_argument("--model", default="smollm2", help="the model to load without --backend")
     arguments = parser.parse_args()
     if arguments.backend:
-        yield sgl.RuntimeEndpoint(arguments.backend)
+        with closing(sgl.RuntimeEndpoint(arguments.backend)) as endpoint:
+            yield endpoint
         return
     with sgl.Engine(arguments.model) as engine:
         yield engine

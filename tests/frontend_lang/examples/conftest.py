@@ -3,12 +3,13 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from sapwood import Engine
+    from sapwood import Engine, RuntimeEndpoint
 
 
 @pytest.fixture(scope="package")
@@ -39,3 +40,12 @@ def server_url(engine: "Engine") -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture(scope="package")
+def endpoint(server_url: str) -> Iterator["RuntimeEndpoint"]:
+    """The server as a backend."""
+    from sapwood import RuntimeEndpoint
+
+    with closing(RuntimeEndpoint(server_url)) as endpoint:
+        yield endpoint

@@ -65,16 +65,13 @@ def test_an_example_computes_each_token_of_its_tree_once(
 
 
 @every_example
-def test_an_example_runs_over_http(case: Case, server_url: str) -> None:
-    backend = sgl.RuntimeEndpoint(server_url)
-    assert_ran(case, case.program.run(**case.arguments, **case.options, backend=backend))
+def test_an_example_runs_over_http(case: Case, endpoint: sgl.RuntimeEndpoint) -> None:
+    assert_ran(case, case.program.run(**case.arguments, **case.options, backend=endpoint))
 
 
 @every_example
 def test_an_example_runs_in_a_batch(case: Case, engine: "Engine") -> None:
-    states = case.program.run_batch(
-        [dict(case.arguments)] * 2, **case.options, backend=engine
-    )
+    states = case.program.run_batch([dict(case.arguments)] * 2, **case.options, backend=engine)
     assert len(states) == 2
     for state in states:
         assert_ran(case, state)

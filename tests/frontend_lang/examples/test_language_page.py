@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +35,18 @@ PRELUDE, *EXAMPLES = blocks(PAGE)
 @pytest.fixture
 def names(engine: "Engine", monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What a reader has after the page's first lines, with the engine that the tests share."""
-    monkeypatch.setattr(sgl, "Engine", lambda model: engine)
     after: dict[str, Any] = {"__name__": "page"}
+    monkeypatch.setattr(sgl, "Engine", lambda model: engine)
     exec(compile(PRELUDE[1], PAGE.name, "exec"), after)
+    monkeypatch.setattr(sgl, "Engine", lambda model: nullcontext(engine))  # it stays open
     yield after
     sgl.set_default_backend(None)
 
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("code", [code for _, code in EXAMPLES], ids=[name for name, _ in EXAMPLES])
-def test_an_example_of_the_page_runs(code: str, names: dict[str, Any]) -> None:
+def test_an_example_of_the_page_runs(code: str, names: dict[str, Any], server_url: str) -> None:
+    code = code.replace("http://127.0.0.1:8000", server_url)
     exec(compile(code, PAGE.name, "exec"), names)
 
 
@@ -51,19 +54,8 @@ def test_an_example_of_the_page_runs(code: str, names: dict[str, Any]) -> None:
 def test_the_readmes_program_runs(
     engine: "Engine", monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class SharedEngine:
-        """Stays open when the block of the page ends."""
-
-        def __init__(self, model: str) -> None:
-            assert model == "smollm2"
-
-        def __enter__(self) -> "Engine":
-            return engine
-
-        def __exit__(self, *error: object) -> None: ...
-
     [code] = [code for _, code in blocks(README) if "@sgl.function" in code]
-    monkeypatch.setattr(sgl, "Engine", SharedEngine)
+    monkeypatch.setattr(sgl, "Engine", lambda model: nullcontext(engine))
     exec(compile(code, README.name, "exec"), {"__name__": "page"})
     assert capsys.readouterr().out
 
