@@ -13,6 +13,7 @@ import pytest
 
 import sapwood as sgl
 from sapwood.frontend_lang.backends.interface import Call, Prompt
+from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.state import ProgramState
 from tests.frontend_lang.fakes import FakeBackend, ScriptedError
 from tests.frontend_lang.loops import num_tasks_left, own_loop
@@ -117,10 +118,19 @@ def test_closing_the_generator_aborts_the_rest() -> None:
 
 
 def settle(backend: FakeBackend) -> None:
+    """Soon nothing is under way: no request, and nothing else on the loop."""
     deadline = time.monotonic() + 5
-    while backend.num_active and time.monotonic() < deadline:
+    while backend.num_active + num_tasks() and time.monotonic() < deadline:
         time.sleep(0.005)
     assert backend.num_active == 0
+    assert num_tasks() == 0
+
+
+def num_tasks() -> int:
+    async def others() -> int:
+        return len(asyncio.all_tasks()) - 1
+
+    return PROCESS.background.run(others())
 
 
 @pytest.mark.parametrize("program", [answer, talk, talk_async])
