@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from sapwood.frontend_lang.primitives import video as video
     from sapwood.frontend_lang.program import Program as Program
     from sapwood.frontend_lang.state import ProgramState as ProgramState
+    from sapwood.frontend_lang.trace_state import TraceError as TraceError
     from sapwood.frontend_lang.values import AnswerError as AnswerError
     from sapwood.runtime.async_engine import AsyncEngine as AsyncEngine
     from sapwood.runtime.chat import Chat as Chat
@@ -129,6 +130,7 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
         "SamplingParams": "sapwood.runtime.sampling_params",
         "SapwoodError": "sapwood.runtime.errors",
         "TokenLogprobs": "sapwood.runtime.outputs",
+        "TraceError": "sapwood.frontend_lang.trace_state",
         "UnknownVariableError": "sapwood.frontend_lang.errors",
         "UnsupportedModelError": "sapwood.runtime.errors",
         "Whitespace": "sapwood.runtime.constraints.spec",
