@@ -7,7 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -166,7 +166,8 @@ def backend_of(name: str | None) -> Iterator[dict[str, Any]]:
     if name.startswith(("http://", "https://")):
         from sapwood.frontend_lang.backends.runtime_endpoint import RuntimeEndpoint
 
-        yield {"backend": RuntimeEndpoint(name)}
+        with closing(RuntimeEndpoint(name)) as endpoint:
+            yield {"backend": endpoint}
         return
     console = Console(stderr=True, highlight=False)
     fetch(name, console)

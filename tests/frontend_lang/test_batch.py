@@ -1,7 +1,9 @@
 """Many runs of one program: order, errors, threads, and what is shared."""
 
 import asyncio
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -370,3 +372,13 @@ def test_shuffled_programs_share_as_if_sorted_in_a_cache_of_twice_the_longest(
 
 def test_shuffled_programs_that_read_what_they_ask_share_nearly_as_much(tiny_model: Path) -> None:
     assert share_of_best_hit_rate(few_shot_read, tiny_model) >= 0.9
+
+
+def test_ctrl_c_ends_a_batch_and_aborts_its_requests() -> None:
+    backend = FakeBackend(delay=60)
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        answer.run_batch(questions(10), backend=backend)
+    settle(backend)
+    assert backend.num_cancelled == len(backend.asked) > 0
