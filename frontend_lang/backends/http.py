@@ -12,10 +12,12 @@ import asyncio
 import json
 import random
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from sapwood.runtime.errors import (
     ContextLengthError,
@@ -88,7 +90,8 @@ class _Failure:
 
 
 class HttpClient:
-    """Sends JSON to one server. Belongs to the event loop that it is first used on.
+    """Sends JSON to one server. Its connections belong to the event loop it is used on; on another
+    it opens others.
 
     `timeout`: seconds without a byte from the server until a request is given up.
     """
@@ -105,8 +108,7 @@ class HttpClient:
         self._headers = {"User-Agent": "sapwood", **(headers or {})}
         self._timeout = timeout
         self._retries = retries or Retries()
-        self._opened: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # that it was opened on
+        self._opened: _Opened | None = None
 
     async def get(self, path: str, *, once: bool = False) -> Any:
         """The JSON at `path`; `once`: without retries. Raises SapwoodError."""
@@ -139,18 +141,15 @@ class HttpClient:
                 yield event
 
     async def aclose(self) -> None:
-        if self._opened is not None:
-            await self._opened.aclose()
-            self._opened = None
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.client.aclose()
 
     def close(self) -> None:
-        """`aclose` from any thread; on the loop's own it is done soon after."""
-        loop = self._loop
-        if loop is None or not loop.is_running():
-            return  # what was open has gone with the loop
-        closing = asyncio.run_coroutine_threadsafe(self.aclose(), loop)
-        if not _runs_here(loop):
-            closing.result()
+        """`aclose` from any thread; it is done soon after. So it is with who is held no more."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close_soon()
 
     async def _whole(
         self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
@@ -249,27 +248,43 @@ class HttpClient:
         )
 
     def _client(self) -> "httpx.AsyncClient":
-        """Opened on first use, so that it belongs to the loop it is used on."""
+        """Opened on first use, as it belongs to the loop it is used on."""
         import httpx
 
+        loop = asyncio.get_running_loop()
+        if self._opened is not None and self._opened.loop is not loop:
+            self.close()
         if self._opened is None:
-            self._loop = asyncio.get_running_loop()
-            self._opened = httpx.AsyncClient(
+            client = httpx.AsyncClient(
                 headers=self._headers,
                 # Waiting for a free connection is no failure, however long it takes.
                 timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None),
                 limits=httpx.Limits(
                     max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
                 ),
+                trust_env=not _is_here(self.base_url),
             )
-        return self._opened
+            self._opened = _Opened(client, loop)
+            weakref.finalize(self, self._opened.close_soon)
+        return self._opened.client
 
 
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A client and the loop that its connections belong to."""
+
+    client: "httpx.AsyncClient"
+    loop: asyncio.AbstractEventLoop
+
+    def close_soon(self) -> None:
+        """Close it on its loop, from any thread. With a loop that has ended it is gone already."""
+        if not self.client.is_closed and self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.client.aclose(), self.loop)
+
+
+def _is_here(url: str) -> bool:
+    """Whether it is on this machine: no proxy leads there."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:

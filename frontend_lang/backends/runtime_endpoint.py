@@ -146,7 +146,7 @@ class RuntimeEndpoint:
         await self._http.aclose()
 
     def close(self) -> None:
-        """The same, from any thread."""
+        """The same, from any thread; so it is with an endpoint that nobody holds any more."""
         self._http.close()
 
     async def _encoded(self, continuation: TokenIds | str, *, at_start: bool) -> TokenIds:

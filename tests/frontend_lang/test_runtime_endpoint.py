@@ -1,6 +1,7 @@
 """Programs over HTTP to our own server: the tokens are those of an engine in process."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
@@ -331,6 +332,23 @@ async def test_a_server_that_ends_is_told(serve, fake) -> None:
     with pytest.raises(EngineError, match=r"cannot connect|connection ended"):
         await endpoint.generate(prompt, Call(options=GREEDY))
     await endpoint.aclose()
+
+
+def test_an_endpoint_works_on_any_loop_and_leaves_no_connection_open(url: str) -> None:
+    endpoint = RuntimeEndpoint(url)
+
+    async def asked() -> Any:
+        try:
+            return await endpoint.server_info()
+        finally:
+            await endpoint.aclose()
+
+    for _ in range(2):
+        assert asyncio.run(asked())["server"] == "sapwood"
+    told = sapwood.get_server_info(endpoint)  # on the loop in the background
+    assert told["server"] == "sapwood"
+    del endpoint
+    gc.collect()  # a connection that is left open would be a warning
 
 
 async def test_a_server_of_another_kind_is_told() -> None:
