@@ -337,14 +337,14 @@ async def test_a_server_that_ends_is_told(serve, fake) -> None:
 def test_an_endpoint_works_on_any_loop_and_leaves_no_connection_open(url: str) -> None:
     endpoint = RuntimeEndpoint(url)
 
-    async def asked() -> Any:
+    async def asked(endpoint: RuntimeEndpoint) -> Any:
         try:
             return await endpoint.server_info()
         finally:
             await endpoint.aclose()
 
     for _ in range(2):
-        assert asyncio.run(asked())["server"] == "sapwood"
+        assert asyncio.run(asked(endpoint))["server"] == "sapwood"
     told = sapwood.get_server_info(endpoint)  # on the loop in the background
     assert told["server"] == "sapwood"
     del endpoint
