@@ -13,6 +13,7 @@ import pytest
 import sapwood
 from sapwood import AsyncEngine, EngineError, RequestError
 from sapwood.frontend_lang.backends.engine import EngineBackend
+from sapwood.frontend_lang.backends.http import GROUP_CONNECTIONS
 from sapwood.frontend_lang.backends.interface import (
     Answer,
     Call,
@@ -287,6 +288,19 @@ async def test_cancelling_ends_the_request_at_the_server(serve) -> None:
                 break
     await until(lambda: not fake.running)
     assert len(fake.aborted) == 2
+
+
+async def test_many_requests_at_once_have_connections_in_small_groups(serve) -> None:
+    fake = FakeEngine(prefill=0.2)
+    endpoint = serve(fake)
+    prompt = Prompt(text="hi", token_ids=(104, 105))
+    call = Call(options=Options(temperature=0, max_tokens=1))
+    answers = await asyncio.gather(*(endpoint.generate(prompt, call) for _ in range(50)))
+    assert [answer.text for [answer] in answers] == ["H"] * 50
+    opened = endpoint._http._opened
+    assert opened is not None
+    assert len(opened._groups) == -(-50 // GROUP_CONNECTIONS)
+    assert [group.num_busy for group in opened._groups] == [0] * len(opened._groups)
 
 
 async def test_a_refusal_of_the_server_is_a_request_error_with_its_words(endpoint) -> None:
