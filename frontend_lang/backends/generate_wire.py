@@ -51,7 +51,7 @@ class Wire(Protocol):
         ...
 
     def asked(self, call: Call) -> dict[str, Any]:
-        """Fields that only this kind of server knows."""
+        """Fields that only this kind of server knows. Raises RequestError for what it cannot do."""
         ...
 
     def token_ids(self, result: Mapping[str, Any]) -> TokenIds | None:
@@ -82,10 +82,14 @@ class SapwoodWire:
 
 
 class SGLangWire:
-    """SGLang's native API: text both ways. Conversations are written as `around` says."""
+    """SGLang's native API: text both ways.
 
-    def __init__(self, around: RoleTexts | None) -> None:
+    Conversations are written as `around` says. `takes_seeds`: the server was started to heed them.
+    """
+
+    def __init__(self, around: RoleTexts | None, *, takes_seeds: bool) -> None:
         self._around = around
+        self._takes_seeds = takes_seeds
 
     def prompt(self, prompt: Prompt) -> dict[str, Any]:
         return {"text": self.text(prompt)}
@@ -111,6 +115,12 @@ class SGLangWire:
         return {_FIELD_OF_KIND[spec.kind]: spec.text}
 
     def asked(self, call: Call) -> dict[str, Any]:
+        if call.options.get("seed") is not None and not self._takes_seeds:
+            raise RequestError(
+                "this server takes a seed and does not heed it; start it with "
+                "--enable-deterministic-inference, or leave seed out",
+                param="seed",
+            )
         return {}  # hints change no answer, so it may go without
 
     def token_ids(self, result: Mapping[str, Any]) -> TokenIds | None:

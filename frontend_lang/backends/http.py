@@ -12,10 +12,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from sapwood.runtime.errors import (
     ContextLengthError,
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_SECONDS = 10.0
+GROUP_CONNECTIONS = 16
 MAX_CONNECTIONS = 256  # of one client; more requests than that wait for one that is free
 MAX_EVENT_BYTES = 64 * 2**20
 DRAIN_SECONDS = 0.5  # for the end of a body after its last event, so that its connection is kept
@@ -88,7 +92,8 @@ class _Failure:
 
 
 class HttpClient:
-    """Sends JSON to one server. Belongs to the event loop that it is first used on.
+    """Sends JSON to one server. Its connections belong to the event loop it is used on; on another
+    it opens others.
 
     `timeout`: seconds without a byte from the server until a request is given up.
     """
@@ -105,8 +110,7 @@ class HttpClient:
         self._headers = {"User-Agent": "sapwood", **(headers or {})}
         self._timeout = timeout
         self._retries = retries or Retries()
-        self._opened: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # that it was opened on
+        self._opened: _Connections | None = None
 
     async def get(self, path: str, *, once: bool = False) -> Any:
         """The JSON at `path`; `once`: without retries. Raises SapwoodError."""
@@ -139,18 +143,15 @@ class HttpClient:
                 yield event
 
     async def aclose(self) -> None:
-        if self._opened is not None:
-            await self._opened.aclose()
-            self._opened = None
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.aclose()
 
     def close(self) -> None:
-        """`aclose` from any thread; on the loop's own it is done soon after."""
-        loop = self._loop
-        if loop is None or not loop.is_running():
-            return  # what was open has gone with the loop
-        closing = asyncio.run_coroutine_threadsafe(self.aclose(), loop)
-        if not _runs_here(loop):
-            closing.result()
+        """`aclose` from any thread; it is done soon after. So it is with who is held no more."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close_soon()
 
     async def _whole(
         self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
@@ -170,11 +171,18 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
     ) -> AsyncIterator["httpx.Response"]:
         """A successful response whose body is not read yet."""
+        async with self._open().client() as client:
+            response = await self._with_retries(client, method, path, body, retries)
+            async with self._read(path, response):
+                yield response
+
+    @asynccontextmanager
+    async def _read(self, path: str, response: "httpx.Response") -> AsyncIterator[None]:
+        """Turns what goes wrong while a body is read into errors of ours, and closes it."""
         import httpx
 
-        response = await self._with_retries(method, path, body, retries)
         try:
-            yield response
+            yield
         except httpx.TimeoutException as error:
             raise self._timed_out(path) from error
         except httpx.TransportError as error:
@@ -187,12 +195,17 @@ class HttpClient:
             await response.aclose()
 
     async def _with_retries(
-        self, method: str, path: str, body: Mapping[str, Any] | None, retries: Retries
+        self,
+        client: "httpx.AsyncClient",
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        retries: Retries,
     ) -> "httpx.Response":
         content = None if body is None else encoded(body)
         num_failures = 0
         while True:
-            outcome = await self._once(method, path, content)
+            outcome = await self._once(client, method, path, content)
             if not isinstance(outcome, _Failure):
                 return outcome
             num_failures += 1
@@ -202,11 +215,11 @@ class HttpClient:
             await asyncio.sleep(wait)
 
     async def _once(
-        self, method: str, path: str, content: bytes | None
+        self, client: "httpx.AsyncClient", method: str, path: str, content: bytes | None
     ) -> "httpx.Response | _Failure":
         import httpx
 
-        client, where = self._client(), self.base_url + path
+        where = self.base_url + path
         headers = {} if content is None else {"Content-Type": "application/json"}
         try:
             request = client.build_request(method, where, content=content, headers=headers)
@@ -248,28 +261,80 @@ class HttpClient:
             "timeout, or ask for less"
         )
 
-    def _client(self) -> "httpx.AsyncClient":
-        """Opened on first use, so that it belongs to the loop it is used on."""
-        import httpx
-
+    def _open(self) -> "_Connections":
+        """Opened on first use, as they belong to the loop they are used on."""
+        loop = asyncio.get_running_loop()
+        if self._opened is not None and self._opened.loop is not loop:
+            self.close()
         if self._opened is None:
-            self._loop = asyncio.get_running_loop()
-            self._opened = httpx.AsyncClient(
-                headers=self._headers,
-                # Waiting for a free connection is no failure, however long it takes.
-                timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None),
-                limits=httpx.Limits(
-                    max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
-                ),
-            )
+            self._opened = _Connections(self._maker(), loop)
+            weakref.finalize(self, self._opened.close_soon)
         return self._opened
 
+    def _maker(self) -> "Callable[[], httpx.AsyncClient]":
+        """What makes clients. Certificates are read once."""
+        import httpx
 
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+        is_secure = urlsplit(self.base_url).scheme == "https"
+        return partial(
+            httpx.AsyncClient,
+            headers=self._headers,
+            timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=GROUP_CONNECTIONS),
+            verify=httpx.create_ssl_context() if is_secure else False,
+            trust_env=not _is_here(self.base_url),
+        )
+
+
+@dataclass(slots=True)
+class _Group:
+    """A client of the library, and the requests that are under way with it."""
+
+    client: "httpx.AsyncClient"
+    num_busy: int = 0
+
+
+class _Connections:
+    """Connections of one loop, in groups: what the library does for each request grows with the
+    square of the connections that one of its clients has."""
+
+    def __init__(
+        self, make: "Callable[[], httpx.AsyncClient]", loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.loop = loop
+        self._make = make
+        self._groups: list[_Group] = []
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
+
+    @asynccontextmanager
+    async def client(self) -> "AsyncIterator[httpx.AsyncClient]":
+        """A client for one request. Waiting for one that is free is no failure, however long it
+        takes."""
+        async with self._free:
+            group = min(self._groups, key=lambda group: group.num_busy, default=None)
+            if group is None or group.num_busy >= GROUP_CONNECTIONS:
+                group = _Group(self._make())
+                self._groups.append(group)
+            group.num_busy += 1
+            try:
+                yield group.client
+            finally:
+                group.num_busy -= 1
+
+    async def aclose(self) -> None:
+        for group in self._groups:
+            await group.client.aclose()
+
+    def close_soon(self) -> None:
+        """Close them on their loop, from any thread. With a loop that has ended they are gone."""
+        is_open = any(not group.client.is_closed for group in self._groups)
+        if is_open and self.loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.aclose(), self.loop)
+
+
+def _is_here(url: str) -> bool:
+    """Whether it is on this machine: no proxy leads there."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:

@@ -45,7 +45,8 @@ DAY = 86_400.0  # seconds: how long an answer may take where no timeout is given
 INFO_SECONDS = 30.0  # that a server may take to say who it is
 # A connection that is lost may be had anew; an answer that failed may not be tried twice silently.
 _RETRIES = Retries(max_retries=1, first_seconds=0.1, longest_seconds=1.0)
-_INFO_PATHS = ("/get_model_info", "/model_info", "/get_server_info")
+_SERVER_INFO_PATHS = ("/get_server_info", "/server_info")
+_INFO_PATHS = ("/get_model_info", "/model_info", *_SERVER_INFO_PATHS)
 
 
 class RuntimeEndpoint:
@@ -87,7 +88,9 @@ class RuntimeEndpoint:
         if self._info.get("server") == "sapwood":
             self._tokens = EndpointEncoder(self._http, around)
         else:
-            self._wire = SGLangWire(around or role_texts_of_model(self.name))
+            takes_seeds = bool(self._info.get("enable_deterministic_inference"))
+            around = around or role_texts_of_model(self.name)
+            self._wire = SGLangWire(around, takes_seeds=takes_seeds)
 
     @property
     def encoder(self) -> Encoder | None:
@@ -136,9 +139,7 @@ class RuntimeEndpoint:
 
     async def server_info(self) -> Mapping[str, Any]:
         """What the server tells of its settings and of what it did so far."""
-        info: Mapping[str, Any] = await _first_found(
-            self._http, ("/get_server_info", "/server_info")
-        )
+        info: Mapping[str, Any] = await _first_found(self._http, _SERVER_INFO_PATHS)
         return info
 
     async def aclose(self) -> None:
@@ -146,7 +147,7 @@ class RuntimeEndpoint:
         await self._http.aclose()
 
     def close(self) -> None:
-        """The same, from any thread."""
+        """The same, from any thread; so it is with an endpoint that nobody holds any more."""
         self._http.close()
 
     async def _encoded(self, continuation: TokenIds | str, *, at_start: bool) -> TokenIds:
@@ -213,9 +214,12 @@ def _continuation(said: str, text: str) -> str:
 
 
 async def _asked_who(http: HttpClient) -> Mapping[str, Any]:
-    """What a server says of its model. Raises EngineError, RequestError."""
+    """What a server says of its model, and of itself where it is not ours. Raises EngineError,
+    RequestError."""
     try:
         info = await _first_found(http, _INFO_PATHS)
+        if isinstance(info, dict) and info.get("server") != "sapwood":
+            info = await _first_found(http, _SERVER_INFO_PATHS) | info
     finally:
         await http.aclose()
     if not isinstance(info, dict):

@@ -42,7 +42,9 @@ class SGLangLike:
         delay: float = 0.0,
         info_path: str = "/get_model_info",
         segments: bool = False,
+        deterministic: bool = False,
     ) -> None:
+        self.deterministic = deterministic
         self.model, self.answer, self.delay, self.segments = model, answer, delay, segments
         self.bodies: list[dict[str, Any]] = []
         self.num_flushes = self.left = 0
@@ -63,7 +65,12 @@ class SGLangLike:
         }
 
     async def server_info(self) -> dict[str, Any]:
-        return {"model_path": self.model, "version": "0.5.10", "internal_states": [{}]}
+        return {
+            "model_path": self.model,
+            "version": "0.5.10",
+            "enable_deterministic_inference": self.deterministic,
+            "internal_states": [{}],
+        }
 
     async def flush_cache(self) -> Response:
         self.num_flushes += 1

@@ -1,6 +1,7 @@
 """Programs over HTTP to our own server: the tokens are those of an engine in process."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
@@ -12,6 +13,7 @@ import pytest
 import sapwood
 from sapwood import AsyncEngine, EngineError, RequestError
 from sapwood.frontend_lang.backends.engine import EngineBackend
+from sapwood.frontend_lang.backends.http import GROUP_CONNECTIONS
 from sapwood.frontend_lang.backends.interface import (
     Answer,
     Call,
@@ -288,6 +290,19 @@ async def test_cancelling_ends_the_request_at_the_server(serve) -> None:
     assert len(fake.aborted) == 2
 
 
+async def test_many_requests_at_once_have_connections_in_small_groups(serve) -> None:
+    fake = FakeEngine(prefill=0.2)
+    endpoint = serve(fake)
+    prompt = Prompt(text="hi", token_ids=(104, 105))
+    call = Call(options=Options(temperature=0, max_tokens=1))
+    answers = await asyncio.gather(*(endpoint.generate(prompt, call) for _ in range(50)))
+    assert [answer.text for [answer] in answers] == ["H"] * 50
+    opened = endpoint._http._opened
+    assert opened is not None
+    assert len(opened._groups) == -(-50 // GROUP_CONNECTIONS)
+    assert [group.num_busy for group in opened._groups] == [0] * len(opened._groups)
+
+
 async def test_a_refusal_of_the_server_is_a_request_error_with_its_words(endpoint) -> None:
     prompt = await prompt_of(endpoint, TEXT)
     with pytest.raises(RequestError, match="top_p is 7") as caught:
@@ -331,6 +346,23 @@ async def test_a_server_that_ends_is_told(serve, fake) -> None:
     with pytest.raises(EngineError, match=r"cannot connect|connection ended"):
         await endpoint.generate(prompt, Call(options=GREEDY))
     await endpoint.aclose()
+
+
+def test_an_endpoint_works_on_any_loop_and_leaves_no_connection_open(url: str) -> None:
+    endpoint = RuntimeEndpoint(url)
+
+    async def asked(endpoint: RuntimeEndpoint) -> Any:
+        try:
+            return await endpoint.server_info()
+        finally:
+            await endpoint.aclose()
+
+    for _ in range(2):
+        assert asyncio.run(asked(endpoint))["server"] == "sapwood"
+    told = sapwood.get_server_info(endpoint)  # on the loop in the background
+    assert told["server"] == "sapwood"
+    del endpoint
+    gc.collect()  # a connection that is left open would be a warning
 
 
 async def test_a_server_of_another_kind_is_told() -> None:

@@ -48,7 +48,7 @@ async def serve() -> AsyncIterator[Serve]:
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])
 async def test_a_server_of_sglangs_takes_text_and_has_no_encoder(serve, path) -> None:
-    server, endpoint = serve(info_path=path)
+    server, endpoint = serve(info_path=path, deterministic=True)
     assert endpoint.encoder is None
     assert endpoint.name == "org/Qwen3-0.6B"
     options = {"max_tokens": 7, "min_tokens": 1, "seed": 3, "logit_bias": {5: 1.0}, "stop": ["x"]}
@@ -68,6 +68,14 @@ async def test_a_server_of_sglangs_takes_text_and_has_no_encoder(serve, path) ->
         },
         "stream": False,
     }
+
+
+async def test_a_seed_that_the_server_does_not_heed_is_refused(serve) -> None:
+    server, endpoint = serve()
+    with pytest.raises(RequestError, match="does not heed it") as caught:
+        await endpoint.generate(HI, Call(options={"seed": 3}))
+    assert caught.value.param == "seed"
+    assert not server.bodies
 
 
 async def test_several_answers_are_a_list(serve) -> None:

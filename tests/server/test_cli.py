@@ -22,7 +22,7 @@ from sapwood.runtime.errors import ConfigError, EngineError, ModelAccessError, R
 from sapwood.server.cli import COMMANDS, build_cli
 from sapwood.server.cli.chat import Counts, Reasoning, converse, remote
 from sapwood.server.cli.pull import fetch
-from sapwood.server.cli.serve import bind, is_loopback, parse_size, serve, url_of
+from sapwood.server.cli.serve import bind, inherited, is_loopback, parse_size, serve, url_of
 from tests.server.fakes import ANSWER, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +124,19 @@ def test_a_port_that_is_taken_is_told_with_the_way_out():
 def test_an_address_that_is_not_ours_is_told():
     with pytest.raises(ConfigError, match="cannot listen on"):
         bind("203.0.113.1", 0)
+
+
+def test_a_socket_that_was_handed_over_is_taken_as_it_is():
+    with socket.create_server(("127.0.0.1", 0)) as given:
+        with inherited(os.dup(given.fileno())) as listener:
+            assert url_of(listener) == f"http://127.0.0.1:{given.getsockname()[1]}"
+
+
+def test_what_is_no_socket_that_listens_is_told(tmp_path):
+    with open(tmp_path / "file", "w") as file, pytest.raises(ConfigError, match="is no socket"):
+        inherited(file.fileno())
+    with socket.socket() as idle, pytest.raises(ConfigError, match="no socket that listens"):
+        inherited(idle.fileno())
 
 
 def test_the_url_is_one_that_works_from_here():
