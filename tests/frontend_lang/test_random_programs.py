@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import sapwood as sgl
@@ -139,16 +139,17 @@ CASES = given(
     delay=st.sampled_from((0.0, 0.0, 0.0005)),
 )
 ANY_TIME = [HealthCheck.too_slow, HealthCheck.data_too_large]
+NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # what hangs takes its time
 
 
 @CASES
-@settings(max_examples=100, deadline=None, suppress_health_check=ANY_TIME)
+@settings(max_examples=100, deadline=None, suppress_health_check=ANY_TIME, phases=NO_SHRINKING)
 def test_a_program_that_fails_anywhere_ends_and_leaves_nothing(**case: Any) -> None:
     check_that_it_ends(**case)
 
 
 @pytest.mark.slow
 @CASES
-@settings(max_examples=2000, deadline=None, suppress_health_check=ANY_TIME)
+@settings(max_examples=2000, deadline=None, suppress_health_check=ANY_TIME, phases=NO_SHRINKING)
 def test_two_thousand_programs_that_fail_anywhere_end_and_leave_nothing(**case: Any) -> None:
     check_that_it_ends(**case)
