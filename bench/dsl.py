@@ -1,9 +1,10 @@
 """What does the frontend language bring, and what does it cost?
 
 - **programs and plain calls**: tree of thought (2 branches, 4 stages), a judge in six dimensions
-  and self-consistency (8 chains) as programs over HTTP, beside the same conversations as plain
-  concurrent chat calls, to one server in a process of its own. Interleaved pairs, the cache empty
-  before each side; once with a pool that holds all programs, once with a small one.
+  and self-consistency (8 chains, after worked examples of ten tasks) as programs over HTTP, beside
+  the same conversations as plain concurrent chat calls, to one server in a process of its own.
+  Interleaved pairs, the cache empty before each side; once with a cache that holds all programs,
+  where both sides compute the same tokens, and once with one that holds two of them.
 - **batch order**: 200 few-shot programs of ten groups, shuffled, in an engine whose cache is twice
   the longest request: the hit rate over the best possible, where each distinct token of all
   prompts is computed once (Zheng et al. 2024, theorem 3.1). Beside it the same prompts, all given
@@ -52,6 +53,7 @@ GSM8K = ROOT / "bench" / "data" / "gsm8k" / "test_200.jsonl"
 NUM_GROUPS = 10  # of few-shot programs, each with worked examples of its own
 NUM_SHOTS = 5
 ANSWER_LEN = 8  # tokens
+BLOCK_SIZE = 16
 LONG_TIMEOUT = 3600.0
 
 
@@ -72,11 +74,10 @@ def main() -> None:
         "machine": machine(),
         "commit": commit(),
         "settings": settings(arguments),
-        "pools": {},
+        "works": {},
     }
-    for name, pool in (("ample", {}), ("small", {"num_kv_blocks": arguments.small_pool})):
-        with sgl.Runtime(arguments.model, **pool) as server:
-            result["pools"][name] = _compare_all(server, arguments)
+    for work, texts in _works():
+        result["works"][work.name] = _compare_work(work, texts, arguments)
     result["batch"] = _batch_order(arguments)
     result["overhead"] = _overhead(arguments)
     for line in _lines(result):
@@ -90,7 +91,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=16, help="programs that run at once")
     parser.add_argument("--pairs", type=int, default=3, help="of both sides, for each work")
     parser.add_argument("--num-tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--small-pool", type=int, default=300, help="blocks of the small pool")
     parser.add_argument("--batch-programs", type=int, default=200)
     parser.add_argument("--overhead-programs", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=10, help="of each overhead")
@@ -101,13 +101,30 @@ def _parse() -> argparse.Namespace:
 # -- programs and plain calls ------------------------------------------------------------------
 
 
-def _compare_all(server: sgl.Runtime, arguments: argparse.Namespace) -> dict[str, Any]:
+def _works() -> Iterator[tuple[Work, list[str]]]:
     questions = [row["question"] for row in read_json_lines(GSM8K)]
     essays = [text[:2000] for _, text in sorted(topics.items()) if len(text) >= 2000]
-    return {
-        work.name: _compare(server, work, texts, arguments)
-        for work, texts in ((TREE, questions), (JUDGE, essays), (CHAINS, questions))
-    }
+    shots = [f"{row['examples']}Question: {row['question']}" for row in few_shot_arguments(100)]
+    yield TREE, questions
+    yield JUDGE, essays
+    yield CHAINS, shots
+
+
+def _compare_work(
+    work: Work, texts: Sequence[str], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """In a cache with room for all programs, and in one that holds two of them."""
+    with sgl.Runtime(arguments.model) as server:
+        one = _measured(
+            server.url,
+            lambda: work.program.run(max(texts, key=len), arguments.num_tokens, backend=server),
+        )
+        ample = _compare(server, work, texts, arguments)
+    # Each answer ends within a block of its own.
+    num_blocks = 2 * (-(-one.computed_tokens // BLOCK_SIZE) + work.num_answers)
+    with sgl.Runtime(arguments.model, num_kv_blocks=num_blocks) as server:
+        small = _compare(server, work, texts, arguments)
+    return {"num_kv_blocks_small": num_blocks, "ample": ample, "small": small}
 
 
 def _compare(
@@ -200,11 +217,10 @@ def few_shot_arguments(num_programs: int) -> list[dict[str, str]]:
 
 def _batch_order(arguments: argparse.Namespace) -> dict[str, Any]:
     batch = few_shot_arguments(arguments.batch_programs)
-    block_size = 16
     prompts = _prompts(Tokenizer.from_folder(find_model(arguments.model)), batch)
     longest = max(map(len, prompts)) + ANSWER_LEN
-    num_blocks = 2 * -(-longest // block_size)
-    options = {"num_kv_blocks": num_blocks, "block_size": block_size}
+    num_blocks = 2 * -(-longest // BLOCK_SIZE)
+    options = {"num_kv_blocks": num_blocks, "block_size": BLOCK_SIZE}
     with sgl.Engine(arguments.model, **options) as engine:
         started = time.perf_counter()
         states = few_shot.run_batch(batch, backend=engine)
@@ -298,8 +314,9 @@ def _import_seconds() -> float:
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
-    for pool, works in result["pools"].items():
-        for name, figures in works.items():
+    for name, by_pool in result["works"].items():
+        for pool in ("ample", "small"):
+            figures = by_pool[pool]
             ratio = figures["time_ratio"]
             yield (
                 f"{name}, {pool} pool: {ratio['median']:.2f} of the time of plain calls "
