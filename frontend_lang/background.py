@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from sapwood.frontend_lang.errors import ProgramUsageError
@@ -124,7 +125,12 @@ class Background:
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
-    loop.run_forever()
+    while True:
+        # What a program raises to end the process passes through the loop, and to whoever waits for
+        # the program; it is not to end the loop, which others wait for.
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+            break
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

@@ -77,6 +77,11 @@ def run_batch(
             "run_batch waits, and would wait for the event loop that it runs on; in an async "
             "program gather several arun(...)"
         )
+    if program.settings.get("stream"):
+        raise TypeError(
+            "a batch gives whole states; leave stream out, or take run(stream=True) for one "
+            "program (generator_style=True gives each state as soon as it is done)"
+        )
     items = _items_of(program, batch_arguments)
     return _in_order(_Batch(program, items, plan), len(items), plan)
 

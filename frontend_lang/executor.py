@@ -65,7 +65,7 @@ class Executor:
         self._run = run
         self.branch = branch
         self._speculator = run.speculator()
-        self._scopes: Mapping[str, int] = {}  # where in the text each open scope began
+        self._scopes: tuple[tuple[str, int], ...] = ()  # the open ones, and where each began
         self.worker = Worker(run.background, self)
         self.feed = Feed()
         self.steps: list[Step] = []
@@ -108,7 +108,7 @@ class Executor:
             case RoleEnd(role=role):
                 self._end_role(role)
             case ScopeBegin(name=name):
-                self._scopes = {**self._scopes, name: len(self.transcript.text)}
+                self._scopes = (*self._scopes, (name, len(self.transcript.text)))
             case ScopeEnd(name=name):
                 _settle(statement, self._scope_text(name))
             case ForkPoint(branches=branches):
@@ -148,10 +148,12 @@ class Executor:
         self.feed.append(Chunk(self.transcript.text[before:]))
 
     def _scope_text(self, name: str) -> str:
-        begin = self._scopes.get(name)
-        if begin is None:
-            raise RequestError(f"the scope {name!r} ends, but has not begun")
-        return self.transcript.text[begin:]
+        for index in reversed(range(len(self._scopes))):  # of equal names the inner one
+            opened, begin = self._scopes[index]
+            if opened == name:
+                self._scopes = self._scopes[:index] + self._scopes[index + 1 :]
+                return self.transcript.text[begin:]
+        raise RequestError(f"the scope {name!r} ends, but has not begun")
 
     async def _append(self, branch: Executor) -> None:
         """What a branch has said since its fork, as a continuation of this state."""
@@ -159,7 +161,7 @@ class Executor:
         if branch.worker.failure is not None:
             raise branch.worker.failure.error()
         before = len(self.transcript.text)
-        self.transcript.repeat(branch.transcript.changes)
+        self.transcript.repeat(branch.transcript.taken_changes())
         self.feed.append(Chunk(self.transcript.text[before:]))
 
     async def _generate(self, node: Gen[Any], statement: Statement) -> Mapping[str, Any]:

@@ -12,7 +12,8 @@ from sapwood.frontend_lang.variables import Latch, Names, Variable
 
 
 class Chunk(NamedTuple):
-    """A piece of text; of a variable where a statement with a name gave it."""
+    """A piece of text; of a variable where a statement with a name gave it. The last of an answer
+    may have no text, and tell only how it ended."""
 
     text: str
     variable: Variable | None = None
@@ -37,7 +38,7 @@ class Feed:
         return self._more
 
     def append(self, chunk: Chunk) -> None:
-        if chunk.text:
+        if chunk.text or chunk.meta:
             self.chunks.append(chunk)
             self.stir()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sapwood.frontend_lang.errors import ProgramUsageError
 from sapwood.frontend_lang.nodes import Node
 from sapwood.frontend_lang.statements import Append
-from sapwood.frontend_lang.variables import Gathered
+from sapwood.frontend_lang.variables import Gathered, Variable
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.state import ProgramState
@@ -23,6 +23,7 @@ class ForkGroup(Sequence["ProgramState"]):
         self._parent = parent
         self._branches = branches
         self._names_before = parent._names.copy()
+        self._joined: set[Variable] = set()  # what earlier joins have gathered of the branches
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -93,6 +94,7 @@ class ForkGroup(Sequence["ProgramState"]):
         for variable in gathered:
             assert variable.name is not None
             self._parent._names.add(variable.name, variable)
+            self._joined.update(variable.parts)
 
     async def settled(self) -> None:
         """Wait for all branches in an async program; `join()` and `group["x"]` then answer at
@@ -101,7 +103,8 @@ class ForkGroup(Sequence["ProgramState"]):
             await branch.settled()
 
     def _gathered(self) -> tuple[Gathered, ...]:
-        """For each name that branches have set since the fork, in their order, all they found."""
+        """For each name that branches have set since the fork, or since they were joined last, in
+        their order, all they found."""
         own = self._parent._names
         names = dict.fromkeys(name for branch in self._branches for name in branch._names)
         gathered = []
@@ -113,7 +116,7 @@ class ForkGroup(Sequence["ProgramState"]):
         return tuple(gathered)
 
     def _has_set(self, branch: ProgramState, name: str) -> bool:
-        if name not in branch._names:
+        if name not in branch._names or branch._names[name] in self._joined:
             return False
         before = self._names_before
         return name not in before or branch._names[name] is not before[name]

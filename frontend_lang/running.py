@@ -105,7 +105,11 @@ class ProgramRun:
                 "this would wait for the event loop that it runs on; in an async program write "
                 'await s.aget("name"), or await s.settled() before it'
             )
-        latch.wait()
+        try:
+            latch.wait()
+        except KeyboardInterrupt as error:  # also of who reads a streamed program
+            self.abort(error)
+            raise
 
     def limit(self, seconds: float) -> None:
         """Abort the run when it is not over in time."""

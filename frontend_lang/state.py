@@ -168,10 +168,16 @@ class ProgramState:
         """Wait until all that was appended is done. Raises ProgramError."""
         self._look(lambda transcript: None)
 
+    @property
+    def _is_inside(self) -> bool:
+        """Whether what was appended so far is meant, and not the whole of the program. A branch is
+        the program's own, whichever of its threads asks."""
+        return self._group is not None or self._run.is_inside
+
     async def settled(self) -> None:
         """`sync` for async programs and readers: after it nothing that was appended before has to
         be waited for, so `s["x"]`, `text()` and `join()` answer at once. Raises nothing."""
-        if not self._run.is_inside:
+        if not self._is_inside:
             await self._run.ended.wait_async()
         await self._executor.worker.drained().wait_async()
 
@@ -197,7 +203,8 @@ class ProgramState:
         ProgramError after the last piece before what failed.
         """
         for chunk in self._chunks(var_name):
-            yield chunk.text
+            if chunk.text:
+                yield chunk.text
 
     async def text_async_iter(
         self, var_name: str | None = None, return_meta_data: bool = False
@@ -209,7 +216,7 @@ class ProgramState:
                 await step.wait_async()
             elif return_meta_data:
                 yield step.text, step.meta
-            else:
+            elif step.text:
                 yield step.text
 
     def __repr__(self) -> str:
@@ -249,7 +256,7 @@ class ProgramState:
                 yield step
 
     def _reader(self, var_name: str | None) -> TextReader | VariableReader:
-        is_inside = self._run.is_inside
+        is_inside = self._is_inside
         feed = self._executor.feed
         if var_name is not None:
             return VariableReader(feed, self._names, var_name, may_wait=not is_inside)
@@ -264,7 +271,7 @@ class ProgramState:
 
     def _next_name(self, name: str) -> Latch | None:
         """What to wait for before `name` may be there; None: it is, or it is not going to be."""
-        if self._run.is_inside:
+        if self._is_inside:
             return None
         change = self._names.change()  # taken first: a name that is added after this opens it
         return None if name in self._names else change
@@ -281,7 +288,7 @@ class ProgramState:
 
     def _wait_for_program(self) -> None:
         """Asked from outside, the whole of a program is meant, not what it has said by chance."""
-        if not self._run.is_inside:
+        if not self._is_inside:
             self._run.wait(self._run.ended)
 
     def _parsed(self, name: str, value: Any) -> Any:

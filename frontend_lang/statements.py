@@ -61,18 +61,19 @@ class Statement(NamedTuple):
     reasoning_rule: ReasoningRule | None = None
 
     def fail(self, failure: Failure) -> None:
-        """Nothing will come of it, nor of what hangs on it."""
+        """Nothing will come of it. Its `branches` are the caller's to fail."""
         if self.variable is not None:
             self.variable.fail(failure)
         if self.reasoning is not None:
             self.reasoning.fail(failure)
-        match self.node:
-            case ForkPoint(branches=branches):
-                for branch in branches:
-                    branch.worker.fail(failure)
-            case Append(gathered=gathered):
-                for variable in gathered:
-                    variable.fail(failure)
+        if isinstance(self.node, Append):
+            for variable in self.node.gathered:
+                variable.fail(failure)
+
+    @property
+    def branches(self) -> "tuple[Executor, ...]":
+        """The branches that begin here, and die with this statement."""
+        return self.node.branches if isinstance(self.node, ForkPoint) else ()
 
 
 def statements_of(

@@ -113,6 +113,11 @@ class Transcript:
         self._role = None
         self._add(Piece(self._suffix, is_control=True))
 
+    def taken_changes(self) -> Sequence[Change]:
+        """`changes`, which begin anew: what was appended elsewhere is not appended twice."""
+        changes, self.changes = self.changes, []
+        return changes
+
     def repeat(self, changes: Sequence[Change]) -> None:
         """What another transcript went through, here."""
         for change in changes:

@@ -132,6 +132,10 @@ class Gathered(Variable):
         self._parts = parts
         self._before = before
 
+    @property
+    def parts(self) -> Sequence[Variable]:
+        return self._parts
+
     def gather(self) -> None:
         """Settle it; all that it is made of is settled. Raises ProgramError."""
         found = [part.value() for part in self._parts]

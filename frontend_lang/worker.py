@@ -7,6 +7,7 @@ come later too, so nothing ever waits for what is dead.
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 from sapwood.frontend_lang.background import Background
@@ -62,20 +63,18 @@ class Worker:
         sees that the others follow."""
         self._queue.extend(statements)
         if self.failure is not None:
-            self._fail_queue(self.failure)
+            self.fail(self.failure)
         elif not self._is_awake:
             self._is_awake = True
             self._background.post(self.begin)
 
     def fail(self, failure: Failure) -> None:
-        """End everything that is not done; the first failure stays."""
-        if self.failure is None:
-            self.failure = failure
-        current = self._current
-        if current is not None:
-            current.fail(self.failure)
-        self._fail_queue(self.failure)
-        self._owner.close(self.failure)
+        """End everything that is not done, branches that have not begun with it; the first failure
+        stays."""
+        dying = [(self, failure)]
+        while dying:  # no recursion: forks of forks may be thousands deep
+            worker, cause = dying.pop()
+            dying.extend(worker._die(cause))
 
     def cancel(self) -> None:
         """End the statement under way; `fail` comes first."""
@@ -113,7 +112,7 @@ class Worker:
         except BaseException as error:  # whatever it is, nobody may wait for this statement
             self.fail(Failure(error, statement.place))
         if self.failure is not None:
-            statement.fail(self.failure)
+            self.fail(self.failure)  # it may have been set before this statement was the current
         self._current = None
 
     def _rest(self) -> bool:
@@ -132,10 +131,23 @@ class Worker:
         elif self._queue:
             self.begin()
 
-    def _fail_queue(self, failure: Failure) -> None:
-        while self._queue:
-            try:
-                statement = self._queue.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            statement.fail(failure)
+    def _die(self, failure: Failure) -> "list[tuple[Worker, Failure]]":
+        """Fail what this state has to do; the workers of branches that die with it, and why."""
+        if self.failure is None:
+            self.failure = failure
+        statements = self._taken_queue()
+        if (current := self._current) is not None:
+            statements.insert(0, current)
+        orphans: list[tuple[Worker, Failure]] = []
+        for statement in statements:
+            statement.fail(self.failure)
+            orphans.extend((branch.worker, self.failure) for branch in statement.branches)
+        self._owner.close(self.failure)
+        return orphans
+
+    def _taken_queue(self) -> list[Statement]:
+        statements = []
+        with suppress(IndexError):  # it is empty, or another thread took the last one
+            while True:
+                statements.append(self._queue.popleft())
+        return statements

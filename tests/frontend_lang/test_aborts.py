@@ -127,6 +127,22 @@ def test_an_interrupt_aborts_the_requests_and_is_raised(program: sgl.Program) ->
     until(ended(backend))
 
 
+def test_an_interrupt_of_who_reads_a_streamed_program_aborts_its_requests() -> None:
+    backend = FakeBackend(delay=FOR_EVER)
+
+    def interrupt() -> None:
+        until(lambda: backend.num_active == 3)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    state = tree.run(backend=backend, stream=True)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(state.text_iter())
+    until(ended(backend))
+
+
 def test_an_exception_of_the_program_aborts_its_requests() -> None:
     backend = FakeBackend(delay=FOR_EVER)
 

@@ -382,3 +382,13 @@ def test_ctrl_c_ends_a_batch_and_aborts_its_requests() -> None:
         answer.run_batch(questions(10), backend=backend)
     settle(backend)
     assert backend.num_cancelled == len(backend.asked) > 0
+
+
+def test_a_batch_cannot_be_streamed() -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        s += sgl.gen("x")
+        s.text()
+
+    with pytest.raises(TypeError, match="leave stream out"):
+        program.run_batch([{}], backend=FakeBackend(), stream=True)

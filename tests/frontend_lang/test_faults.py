@@ -343,3 +343,48 @@ def test_reasoning_is_kept_apart_streamed_or_not(stream: bool) -> None:
 def test_images_and_videos_are_refused_where_they_stand(make: Callable[[], Any]) -> None:
     with pytest.raises(sgl.RequestError, match="not supported"):
         make()
+
+
+def test_forks_of_forks_by_the_thousand_die_with_what_they_began_from() -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        s += sgl.gen("a")
+        branch = s
+        for _ in range(1500):
+            branch = branch.fork()[0]
+        branch += sgl.gen("x")
+        branch.sync()
+
+    with pytest.raises(sgl.ProgramError, match="call 0 fails"):
+        program.run(backend=FakeBackend(delay=0.05, failing=[0]))
+
+
+@pytest.mark.parametrize("mode", ["gather_variable", "concate_and_append"])
+def test_what_was_joined_is_not_joined_again(mode: Any) -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        s += "q"
+        with s.fork(2) as branches:  # the end of the block joins, too
+            branches += sgl.gen("x")
+            branches.join(mode)
+            branches += sgl.gen("x")
+            branches.join(mode)
+
+    state = program.run(backend=FakeBackend("a"))
+    assert state["x"] == ["a"] * 4
+    assert state.text() == ("q" if mode == "gather_variable" else "qaaaa")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_an_async_program_that_exits_does_not_end_the_loop(kind: type[BaseException]) -> None:
+    @sgl.function
+    async def leaving(s: ProgramState) -> None:
+        raise kind("enough")
+
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        s += sgl.gen("x")
+
+    with pytest.raises(kind, match="enough"):
+        leaving.run(backend=FakeBackend())
+    assert program.run(backend=FakeBackend(), timeout=10)["x"] == "ok"

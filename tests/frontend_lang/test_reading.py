@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -348,3 +349,41 @@ def test_run_gives_what_the_program_returned() -> None:
 
     assert program.run(backend=FakeBackend()).ret_value == 7
     assert program(backend=FakeBackend()).ret_value == 7
+
+
+def test_scopes_of_one_name_nest() -> None:
+    seen: list[str] = []
+
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        with s.var_scope("v"):
+            s += "a"
+            with s.var_scope("v"):
+                s += "b"
+            seen.append(s["v"])
+            s += "c"
+
+    assert program.run(backend=FakeBackend())["v"] == "abc"
+    assert seen == ["b"]
+
+
+def test_other_threads_of_a_streamed_program_read_its_branches() -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        branches = s.fork(2)
+        branches += sgl.gen("x")
+        with ThreadPoolExecutor(2) as threads:
+            s.set_var("texts", list(threads.map(lambda branch: branch.text(), branches)))
+
+    assert program.run(backend=FakeBackend("a"), stream=True)["texts"] == ["a", "a"]
+
+
+def test_an_async_stream_tells_how_an_answer_ended() -> None:
+    state = two.run(backend=FakeBackend(["one", "two"]), stream=True)
+
+    async def pieces() -> list[Any]:
+        return [piece async for piece in state.text_async_iter("a", return_meta_data=True)]
+
+    *_, (text, meta) = asyncio.run(pieces())
+    assert (text, meta["finish_reason"]["type"]) == ("", "stop")
+    assert all(state.text_iter("a"))  # no empty piece without the meta
