@@ -5,6 +5,7 @@ else touches the core. A process of its own would speak the same messages.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -61,6 +62,7 @@ class CoreThread:
         self._outbox: SimpleQueue[list[SequenceOutput] | None] = SimpleQueue()
         self._stats = core.stats()
         self._closed = False
+        self._process_id = os.getpid()
         self._lock = threading.Lock()  # orders submissions and the close
         self._threads = [
             # Only its thread holds the core, so that the model's memory goes when the thread ends.
@@ -78,6 +80,14 @@ class CoreThread:
     @property
     def is_alive(self) -> bool:
         return not self._closed and all(thread.is_alive() for thread in self._threads)
+
+    def check_process(self) -> None:
+        """Raises EngineClosedError in a forked process, which has no threads of its parent."""
+        if os.getpid() != self._process_id:
+            raise EngineClosedError(
+                "the engine's threads are in the process that made it, and this one was forked "
+                "from that; make an engine in each process, after the fork"
+            )
 
     def submit(self, *requests: Request) -> None:
         """Hand requests over, in this order and together: one plan sees all of them."""
@@ -110,6 +120,7 @@ class CoreThread:
                 thread.join()
 
     def _send(self, *messages: _Message) -> None:
+        self.check_process()  # before the lock, which another thread may have held at the fork
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine is closed; make a new one")

@@ -123,6 +123,7 @@ class EngineBase:
         hints: Hinting = None,
     ) -> list[Request]:
         """Checked requests for one input or many. Raises before anything is submitted."""
+        self._core.check_process()  # constraints are compiled by threads, too
         if not isinstance(inputs, Sequence | np.ndarray | Chat):
             raise RequestError(
                 f"inputs are strings, token ids or chat messages, not {type(inputs).__name__}",

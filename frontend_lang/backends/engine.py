@@ -109,7 +109,7 @@ class EngineBackend:
         answers = [self._answer(prompt, call, sampling) for _ in range(sampling.n)]
         with in_options_words():
             [output] = await self._engine.generate(
-                list(_token_ids(prompt)), sampling, hints=call.hints
+                [list(_token_ids(prompt))], sampling, hints=call.hints
             )
         return [
             answer.add(output, piece) for answer, piece in zip(answers, output.outputs, strict=True)

@@ -555,3 +555,22 @@ def test_smollm2_chooses_by_what_it_knows(real_model: str) -> None:
     with Engine(real_model, num_kv_blocks=256) as engine:
         found = asyncio.run(body(EngineBackend(engine)))
     assert found == ["Paris", " four", " True"]
+
+
+@pytest.mark.parametrize("options", [{}, {"regex": "ab"}, {"n": 2}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_gen_with_nothing_before_it_is_told_that_the_prompt_is_empty(
+    backend: EngineBackend, monkeypatch: pytest.MonkeyPatch, options: Any, stream: bool
+) -> None:
+    async def nothing(pieces: Any, *, at_start: bool) -> tuple[int, ...]:
+        return ()  # as a tokenizer without a first token of its own
+
+    monkeypatch.setattr(backend.encoder, "encode", nothing)
+
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        s += sgl.gen("x", **options)
+
+    state = program.with_options(backend=backend, stream=stream)
+    with pytest.raises(sgl.ProgramError, match="the prompt is empty"):
+        state.run().text()

@@ -1,6 +1,7 @@
 """Engines of both faces over one core: they share the cache, and do not disturb each other."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,3 +148,16 @@ def test_requests_of_a_place_where_nobody_is_left_are_ended(mail: Mailroom) -> N
     assert list(mail._inboxes) == ["b"]
     assert mail.request_id("mine") is None
     assert mail.request_id("yours") == "b"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_engine_in_a_forked_process_says_that_it_is_its_parents(engine: Engine) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            engine.generate(PROMPT, GREEDY)
+        except EngineClosedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert engine.generate(PROMPT, GREEDY)
