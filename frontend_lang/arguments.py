@@ -128,7 +128,7 @@ def _is_known(name: str) -> bool:
 def _unknown(name: str, parameters: Iterable[str]) -> str:
     own = tuple(parameters)
     what = "argument or option" if own else "option"
-    near = get_close_matches(name, [*own, *sorted(OPTION_NAMES | SETTING_NAMES), *ALIASES], n=3)
+    near = get_close_matches(name, sorted({*own, *OPTION_NAMES, *SETTING_NAMES, *ALIASES}), n=3)
     if near:
         return f"unknown {what} {name!r}; did you mean {' or '.join(near)}?"
     takes = f"the program takes {', '.join(own)}; " if own else ""

@@ -76,14 +76,21 @@ class Background:
         """Run a coroutine on the loop; cancelling the future cancels it. From any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, and wait for it. Raises ProgramUsageError on the loop."""
+    def check_may_wait(self) -> None:
+        """Raises ProgramUsageError on the loop."""
         if self.is_current_thread:
-            coroutine.close()
             raise ProgramUsageError(
                 "this would wait for the event loop that it runs on; in an async program write "
                 "await program.arun(...)"
             )
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop, and wait for it. Raises ProgramUsageError on the loop."""
+        try:
+            self.check_may_wait()
+        except ProgramUsageError:
+            coroutine.close()
+            raise
         future = self.start(coroutine)
         try:
             return future.result()

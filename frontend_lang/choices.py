@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from sapwood.frontend_lang.backends.interface import (
     Backend,
@@ -188,6 +188,17 @@ async def select(
         index=decision.index,
         token_ids=whole[len(settled) :],
         meta={**decision.meta, **_counts(scores)},
+    )
+
+
+def checked_method(method: object) -> ChoicesMethod:
+    """A method of a `select`. Raises TypeError."""
+    if callable(method) and hasattr(method, "needs_unconditional"):
+        return cast(ChoicesMethod, method)
+    raise TypeError(
+        "choices_method is token_length_normalized, greedy_token_selection, "
+        "unconditional_likelihood_normalized, or an object as ChoicesMethod describes it, not "
+        f"{str(method)[:60]!r}"
     )
 
 

@@ -46,9 +46,9 @@ class ProgramTimeoutError(ProgramError, TimeoutError):
 class UnknownVariableError(SapwoodError, KeyError):
     """No statement of the program sets a variable of that name."""
 
-    def __init__(self, name: str, known: Iterable[str]) -> None:
+    def __init__(self, name: object, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = get_close_matches(name, names, n=1)
+        near = get_close_matches(name, names, n=1) if isinstance(name, str) else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
         listed = f"there are {', '.join(names)}" if names else "there are none yet"
         super().__init__(f"no statement before this sets a variable {name!r}; {listed}{hint}")

@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
 from sapwood.frontend_lang.choices import (
     ChoicesMethod,
     checked_choices,
+    checked_method,
     token_length_normalized,
 )
 from sapwood.frontend_lang.constraint import constraint_of_options, with_number_stops
@@ -157,7 +158,7 @@ def select(
             "select takes the likeliest choice, and draws none; leave temperature out",
             param="temperature",
         )
-    method = token_length_normalized if choices_method is None else choices_method
+    method = token_length_normalized if choices_method is None else checked_method(choices_method)
     return Select(name, checked_choices(choices), method)
 
 

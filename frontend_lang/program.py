@@ -82,6 +82,8 @@ class Program:
         given = self.invocation(args, arguments)
         if is_tracing():
             return self._traced(given)
+        if not given.settings.get("stream"):
+            PROCESS.background.check_may_wait()
         execution = _Execution(self, given)
         if given.settings.get("stream"):
             execution.start()

@@ -7,6 +7,7 @@ that fails at once, and may be waited for on any thread and any event loop.
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sapwood.frontend_lang.errors import Failure, UnknownVariableError
@@ -60,7 +61,7 @@ class Latch:
         woken = asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits on it any more
                 loop.call_soon_threadsafe(woken.set)
 
         self.when_open(wake)

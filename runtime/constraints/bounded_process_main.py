@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import IO, NoReturn
@@ -42,7 +43,12 @@ Task = Callable[[bytes], bytes]
 
 
 def main(task_name: str, memory_limit: int) -> None:
-    """Answer requests from stdin on stdout until stdin is closed."""
+    """Answer requests from stdin on stdout until stdin is closed, or nobody reads the answers."""
+    with suppress(BrokenPipeError):
+        _serve(task_name, memory_limit)
+
+
+def _serve(task_name: str, memory_limit: int) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what a library prints is no reply
     setup = read_frame(requests)

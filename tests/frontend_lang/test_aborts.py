@@ -208,8 +208,12 @@ def test_an_async_program_that_would_wait_for_its_own_loop_is_told_so() -> None:
         assert (s["a"], s.text(), s.error()) == ("ok", "ok", None)
         assert "".join(s.text_iter()) == "ok"
 
-    for program in (reads, runs):
-        with pytest.raises(ProgramUsageError, match="event loop that it runs on"):
+    @sgl.function
+    async def runs_a_plain_one(s: ProgramState) -> None:
+        tree.run(backend=FakeBackend())
+
+    for program, way_out in ((reads, "aget"), (runs, "arun"), (runs_a_plain_one, "arun")):
+        with pytest.raises(ProgramUsageError, match=f"event loop that it runs on.*{way_out}"):
             program.run(backend=FakeBackend(delay=0.01))
     reads_after.run(backend=FakeBackend())
 

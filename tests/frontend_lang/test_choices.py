@@ -5,12 +5,14 @@ import math
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sapwood as sgl
 from sapwood import AsyncEngine, RequestError, SamplingParams
 from sapwood.frontend_lang.backends.engine import EngineBackend
 from sapwood.frontend_lang.backends.interface import Piece, Prompt
@@ -302,3 +304,11 @@ def test_scores_from_the_second_token_on_where_nothing_is_before_them(engine: As
         assert one.logprobs == ()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("method", ["greedy_token_selection", len, 3])
+def test_what_is_no_method_is_refused_where_it_stands(method: Any) -> None:
+    with pytest.raises(TypeError, match="choices_method is token_length_normalized"):
+        sgl.select("x", ["a", "b"], choices_method=method)
+    with pytest.raises(TypeError, match="choices_method is token_length_normalized"):
+        sgl.gen("x", choices=["a", "b"], choices_method=method)

@@ -387,3 +387,21 @@ def test_an_async_stream_tells_how_an_answer_ended() -> None:
     *_, (text, meta) = asyncio.run(pieces())
     assert (text, meta["finish_reason"]["type"]) == ("", "stop")
     assert all(state.text_iter("a"))  # no empty piece without the meta
+
+
+def test_what_is_no_name_is_no_variable() -> None:
+    state: Any = two.run(backend=FakeBackend())
+    for read in (lambda: state[0], lambda: list(state), lambda: state.get_meta_info(None)):
+        with pytest.raises(KeyError, match="no statement before this sets a variable"):
+            read()
+
+
+def test_a_reader_whose_loop_was_closed_is_in_nobodys_way() -> None:
+    state = two.run(backend=FakeBackend(["one", "two"], delay=0.05), stream=True)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(state.aget("a"), 0.001)
+
+    asyncio.run(give_up())
+    assert (state["a"], state["b"]) == ("one", "two")

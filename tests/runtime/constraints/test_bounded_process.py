@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sapwood.runtime.constraints.bounded_process import BoundedProcess, Outcome, WorkError
+from sapwood.runtime.constraints.messages import write_frame
 
 TASKS = "tests.runtime.constraints.bounded_tasks"
 ROOT = Path(__file__).resolve().parents[3]
@@ -209,3 +210,22 @@ def test_a_function_that_cannot_be_loaded_is_told_each_time() -> None:
             process.run(b"", deadline=20.0)
     assert process.pid is None
     process.close()
+
+
+def test_a_process_whose_parent_has_gone_ends_quietly() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sapwood.runtime.constraints.bounded_process_main"]
+        + [f"{TASKS}:make_task", str(64 * MIB)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdout.close()
+    write_frame(process.stdin.fileno(), b"setup ")
+    process.stdin.close()
+    with process.stderr:
+        said = process.stderr.read()
+    assert (process.wait(60), said) == (0, b"")
