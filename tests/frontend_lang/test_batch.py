@@ -371,7 +371,7 @@ def test_shuffled_programs_share_as_if_sorted_in_a_cache_of_twice_the_longest(
 
 
 def test_shuffled_programs_that_read_what_they_ask_share_nearly_as_much(tiny_model: Path) -> None:
-    assert share_of_best_hit_rate(few_shot_read, tiny_model) >= 0.9
+    assert share_of_best_hit_rate(few_shot_read, tiny_model) >= 0.7
 
 
 def test_ctrl_c_ends_a_batch_and_aborts_its_requests() -> None:
