@@ -111,6 +111,22 @@ def test_values_have_the_type_that_their_gen_asked_for() -> None:
     assert asyncio.run(state.aget(number)) == 42
 
 
+def test_values_are_read_after_a_join_and_of_several_answers() -> None:
+    number = sgl.gen_int("number")
+    pair = sgl.gen("pair", dtype=int, n=2)
+
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        for _ in range(2):
+            with s.fork(2) as branches:
+                branches += number + pair
+
+    state = program.run(backend=FakeBackend("42"))
+    assert state.get(number) == state.get("number") == [42] * 4
+    assert state.get("pair") == asyncio.run(state.aget(pair)) == [[42, 42]] * 4
+    assert state["number"] == ["42"] * 4
+
+
 def test_a_gen_without_a_name_cannot_be_asked_for() -> None:
     state = two.run(backend=FakeBackend())
     with pytest.raises(ProgramUsageError, match="no name"):
