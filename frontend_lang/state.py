@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from sapwood.frontend_lang.answering import Branch
 from sapwood.frontend_lang.blocks import RoleBlock, ScopeBlock
-from sapwood.frontend_lang.errors import ProgramError, ProgramUsageError, calling_place
+from sapwood.frontend_lang.errors import (
+    ProgramError,
+    ProgramUsageError,
+    UnknownVariableError,
+    calling_place,
+)
 from sapwood.frontend_lang.executor import Executor
 from sapwood.frontend_lang.feed import Chunk, TextReader, VariableReader
 from sapwood.frontend_lang.forks import ForkGroup
@@ -142,7 +147,7 @@ class ProgramState:
         name = _name_of(node)
         while (change := self._next_name(name)) is not None:
             await change.wait_async()
-        variable = self._names[name]
+        variable = self._variable(name)
         await variable.latch.wait_async()
         return variable.parsed()
 
@@ -261,9 +266,14 @@ class ProgramState:
     def _waited(self, name: str) -> Variable:
         while (change := self._next_name(name)) is not None:
             self._run.wait(change)
-        variable = self._names[name]
+        variable = self._variable(name)
         self._run.wait(variable.latch)
         return variable
+
+    def _variable(self, name: str) -> Variable:
+        if name not in self._names and any(name in names for names in self._run.names):
+            raise UnknownVariableError(name, self._names, in_branch=True)
+        return self._names[name]
 
     def _next_name(self, name: str) -> Latch | None:
         """What to wait for before `name` may be there; None: it is, or it is not going to be."""

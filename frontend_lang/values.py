@@ -24,9 +24,7 @@ class AnswerError(SapwoodError, ValueError):
     """An answer does not spell a value of its type: it was cut, or the backend constrains less."""
 
 
-def parse_value(
-    options: Options, text: str, meta: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
+def parse_value(options: Options, text: str, meta: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The value of an answer: of `output_type`, of `dtype`, JSON of a `json_schema`, else the text.
     `meta` is what its backend told of it.
 

@@ -119,9 +119,8 @@ class Variable:
         value = self.value()
         if self._parse is None:
             return value
-        if isinstance(value, list):
+        if isinstance(self._meta, list):
             return [self._parse(text, meta) for text, meta in zip(value, self._meta, strict=True)]
-        assert isinstance(self._meta, Mapping)
         return self._parse(value, self._meta)
 
     def meta(self) -> Meta:
