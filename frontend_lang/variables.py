@@ -159,8 +159,12 @@ class Gathered(Variable):
     def parsed(self) -> list[Any]:
         """The values of all branches, each as its own statement says."""
         self._check()
-        before = () if self._before is None else self._before.parsed()
-        return [*before, *(part.parsed() for part in self._parts)]
+        joins: list[Gathered] = []  # the newest first; in a loop, as there may be thousands
+        join: Variable | None = self
+        while isinstance(join, Gathered):
+            joins.append(join)
+            join = join._before
+        return [part.parsed() for each in reversed(joins) for part in each._parts]
 
 
 class Names:

@@ -127,6 +127,16 @@ def test_values_are_read_after_a_join_and_of_several_answers() -> None:
     assert state["number"] == ["42"] * 4
 
 
+def test_values_of_thousands_of_joins_are_read() -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        for _ in range(1200):
+            with s.fork(1) as branches:
+                branches += sgl.gen_int("number")
+
+    assert program.run(backend=FakeBackend("4", with_encoder=False)).get("number") == [4] * 1200
+
+
 def test_a_gen_without_a_name_cannot_be_asked_for() -> None:
     state = two.run(backend=FakeBackend())
     with pytest.raises(ProgramUsageError, match="no name"):
