@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from sapwood.frontend_lang.options import OPTION_NAMES, Options, given
+from sapwood.frontend_lang.nodes import is_state
+from sapwood.frontend_lang.options import ALIASES, OPTION_NAMES, Options, by_own_names, given
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.backends.interface import Backend
@@ -27,7 +28,6 @@ class Settings(TypedDict, total=False):
 
 
 SETTING_NAMES = frozenset(Settings.__annotations__)
-ALIASES: Mapping[str, str] = MappingProxyType({"max_new_tokens": "max_tokens"})
 RUN_DEFAULTS: Mapping[str, Any] = MappingProxyType({"max_tokens": 128})  # SGLang's
 
 
@@ -103,14 +103,8 @@ def options_of(named: Mapping[str, Any], *, also_known: Iterable[str] = ()) -> I
             raise TypeError(_unknown(name, also_known))
     settings = {name: value for name, value in named.items() if name in SETTING_NAMES}
     _check_timeout(settings.get("timeout"))
-    options: dict[str, Any] = {}
-    for name, value in named.items():
-        if name in settings:
-            continue
-        if ALIASES.get(name) in named:
-            raise TypeError(f"{name} is {ALIASES[name]} by another name; give one of them")
-        options[ALIASES.get(name, name)] = value
-    return Invocation(options=given(options), settings=cast(Settings, settings))
+    options = {name: value for name, value in named.items() if name not in settings}
+    return Invocation(options=given(by_own_names(options)), settings=cast(Settings, settings))
 
 
 def check_call(function: Callable[..., Any], invocation: Invocation) -> None:
@@ -118,7 +112,14 @@ def check_call(function: Callable[..., Any], invocation: Invocation) -> None:
     try:
         inspect.signature(function).bind(None, *invocation.positional, **invocation.arguments)
     except TypeError as error:
-        raise TypeError(f"{function.__qualname__}: {error}") from None
+        is_with_state = any(is_state(value) for value in invocation.positional)
+        advice = (
+            "; the state is passed by itself, and for steps inside another program use a plain "
+            "function without @function"
+        )
+        raise TypeError(
+            f"{function.__qualname__}: {error}{advice if is_with_state else ''}"
+        ) from None
 
 
 def _is_known(name: str) -> bool:
@@ -129,9 +130,10 @@ def _unknown(name: str, parameters: Iterable[str]) -> str:
     own = tuple(parameters)
     what = "argument or option" if own else "option"
     near = get_close_matches(name, sorted({*own, *OPTION_NAMES, *SETTING_NAMES, *ALIASES}), n=3)
-    if near:
-        return f"unknown {what} {name!r}; did you mean {' or '.join(near)}?"
     takes = f"the program takes {', '.join(own)}; " if own else ""
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+        return f"unknown {what} {name!r}; {takes}{hint}"
     return f"unknown {what} {name!r}; {takes}options are {', '.join(sorted(OPTION_NAMES))}"
 
 

@@ -204,8 +204,15 @@ def checked_method(method: object) -> ChoicesMethod:
 
 def checked_choices(choices: Sequence[str]) -> tuple[str, ...]:
     """The choices of a `select`. Raises RequestError, `param` "choices"."""
-    if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
+    if isinstance(choices, str):
         raise RequestError("choices must be a list of strings", param="choices")
+    for choice in choices:
+        if not isinstance(choice, str):
+            raise RequestError(
+                f"choices must be a list of strings, not of {type(choice).__name__}; write "
+                f"str({choice!r})",
+                param="choices",
+            )
     if not choices:
         raise RequestError("there are no choices; give at least one", param="choices")
     if not all(choices):

@@ -44,9 +44,16 @@ class ProgramTimeoutError(ProgramError, TimeoutError):
 
 
 class UnknownVariableError(SapwoodError, KeyError):
-    """No statement of the program sets a variable of that name."""
+    """No statement of the program sets a variable of that name; with `in_branch` one of a branch
+    does, and none of this state."""
 
-    def __init__(self, name: object, known: Iterable[str]) -> None:
+    def __init__(self, name: object, known: Iterable[str], *, in_branch: bool = False) -> None:
+        if in_branch:
+            super().__init__(
+                f"no statement of this state sets a variable {name!r}, but a branch does: read "
+                f'branches["{name}"], or call branches.join() first'
+            )
+            return
         names = sorted(known)
         near = get_close_matches(name, names, n=1) if isinstance(name, str) else []
         hint = f"; did you mean {near[0]!r}?" if near else ""

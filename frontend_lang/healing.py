@@ -9,7 +9,7 @@ is put in front of the constraint ("token healing").
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -60,23 +60,44 @@ class Healed:
         if not self.tail:
             return answer
         if answer.text.startswith(self.tail):
-            return replace(answer, text=answer.text[len(self.tail) :])
+            text = answer.text[len(self.tail) :]
+            return replace(answer, text=text, meta=self._meta(answer.meta))
         return self._cut_short(answer, "")
 
     async def pieces(self, answers: AsyncIterator[Answer]) -> AsyncGenerator[Answer, None]:
         """The same of an answer that is streamed."""
         text = ""
         async for piece in answers:
+            if not self.tail:
+                yield piece
+                continue
             start = max(len(text), len(self.tail))
             text += piece.text
             told = replace(piece, text=text[start:])
             ends_early = piece.finish_reason is not None and not text.startswith(self.tail)
-            yield self._cut_short(told, "") if ends_early else told
+            yield (
+                self._cut_short(told, "")
+                if ends_early
+                else replace(told, meta=self._meta(piece.meta))
+            )
 
     def _cut_short(self, answer: Answer, text: str) -> Answer:
         """An answer that ended within the tail: the prompt is as if nothing had been taken off."""
         ids = None if answer.token_ids is None else self.tail_token_ids
-        return replace(answer, text=text, token_ids=ids)
+        return replace(answer, text=text, token_ids=ids, meta=self._meta(answer.meta))
+
+    def _meta(self, meta: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What was told of the answer, without the tail in its counts."""
+        told = dict(meta)
+        if (num_tokens := told.get("completion_tokens")) is not None:
+            told["completion_tokens"] = self._less_tail(num_tokens)
+        reason = told.get("finish_reason")
+        if isinstance(reason, Mapping) and "length" in reason:
+            told["finish_reason"] = {**reason, "length": self._less_tail(reason["length"])}
+        return told
+
+    def _less_tail(self, num_tokens: int) -> int:
+        return max(0, num_tokens - len(self.tail_token_ids))
 
 
 async def heal(

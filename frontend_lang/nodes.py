@@ -30,6 +30,16 @@ class Node:
     def __radd__(self, other: str) -> Node:
         return Concat((*_parts(as_node(other)), *_parts(self)))
 
+    def __str__(self) -> str:
+        kind = type(self).__name__.lower()
+        raise TypeError(
+            f"a {kind} cannot stand in an f-string, as its text is not known yet; join it with +: "
+            '"Hello " + gen(...)'
+        )
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Constant(Node):
@@ -119,9 +129,6 @@ class Value(Node):
             "instead of an f-string"
         )
 
-    def __format__(self, spec: str) -> str:
-        return str(self)
-
 
 def as_node(value: object) -> Node:
     """A node of a text. Raises TypeError for what is neither."""
@@ -129,10 +136,24 @@ def as_node(value: object) -> Node:
         return value
     if isinstance(value, str):
         return Constant(value)
+    if is_state(value):
+        advice = (
+            "append with s += ..., and for the steps of another program call a plain function "
+            "with s"
+        )
+    elif value is None:
+        advice = "did a function return nothing?"
+    else:
+        advice = "write str(...) around it"
     raise TypeError(
         f"a program is made of texts and of nodes such as gen(...), not of "
-        f"{type(value).__name__}; write str(...) around it"
+        f"{type(value).__name__}; {advice}"
     )
+
+
+def is_state(value: object) -> bool:
+    """Whether it is the state of a program, of a run or of a trace."""
+    return hasattr(value, "fork") and hasattr(value, "var_scope")
 
 
 def _parts(node: Node) -> tuple[Node, ...]:

@@ -25,7 +25,7 @@ from sapwood.frontend_lang.nodes import (
     SeparateReasoning,
     as_node,
 )
-from sapwood.frontend_lang.options import FurtherOptions, given
+from sapwood.frontend_lang.options import GenOptions, by_own_names, given
 from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.program import Program
 from sapwood.runtime.errors import RequestError
@@ -61,7 +61,7 @@ def gen(
     max_tokens: int | None = None,
     *,
     output_type: type[T],
-    **options: Unpack[FurtherOptions],
+    **options: Unpack[GenOptions],
 ) -> Gen[T]: ...
 @overload
 def gen(
@@ -69,7 +69,7 @@ def gen(
     max_tokens: int | None = None,
     *,
     dtype: type[T],
-    **options: Unpack[FurtherOptions],
+    **options: Unpack[GenOptions],
 ) -> Gen[T]: ...
 @overload
 def gen(
@@ -77,7 +77,7 @@ def gen(
     max_tokens: int | None = None,
     *,
     dtype: Dtype,
-    **options: Unpack[FurtherOptions],
+    **options: Unpack[GenOptions],
 ) -> Gen[Any]: ...
 @overload
 def gen(
@@ -85,13 +85,13 @@ def gen(
     max_tokens: int | None = None,
     *,
     output_type: object,
-    **options: Unpack[FurtherOptions],
+    **options: Unpack[GenOptions],
 ) -> Gen[Any]: ...
 @overload
 def gen(
     name: str | None = None,
     max_tokens: int | None = None,
-    **options: Unpack[FurtherOptions],
+    **options: Unpack[GenOptions],
 ) -> Gen[str]: ...
 @overload
 def gen(
@@ -100,7 +100,7 @@ def gen(
     *,
     choices: Sequence[str],
     choices_method: ChoicesMethod | None = None,
-    **options: Unpack[FurtherOptions],
+    **options: Unpack[GenOptions],
 ) -> Select: ...
 def gen(
     name: str | None = None,
@@ -126,14 +126,14 @@ def gen(
 
 
 def gen_int(
-    name: str | None = None, max_tokens: int | None = None, **options: Unpack[FurtherOptions]
+    name: str | None = None, max_tokens: int | None = None, **options: Unpack[GenOptions]
 ) -> Gen[int]:
     """A whole number."""
     return _gen(name, max_tokens, {**options, "dtype": int})
 
 
 def gen_string(
-    name: str | None = None, max_tokens: int | None = None, **options: Unpack[FurtherOptions]
+    name: str | None = None, max_tokens: int | None = None, **options: Unpack[GenOptions]
 ) -> Gen[str]:
     """A text in double quotes."""
     return _gen(name, max_tokens, {**options, "dtype": str})
@@ -141,7 +141,8 @@ def gen_string(
 
 def _gen(name: str | None, max_tokens: int | None, options: dict[str, Any]) -> Gen[Any]:
     _check_name(name)
-    checked = given({**options, "max_tokens": max_tokens})
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    checked = given(by_own_names({**options, **limit}))
     return Gen(name, with_number_stops(checked), constraint_of_options(checked))
 
 
@@ -164,7 +165,10 @@ def select(
 
 def _check_name(name: object) -> None:
     if name is not None and not (isinstance(name, str) and name):
-        raise TypeError(f"the name of a variable is a text, not {name!r}")
+        raise TypeError(
+            f"the name of a variable is a text, not {name!r}; it comes first, as in gen(name) and "
+            "select(name, choices)"
+        )
 
 
 def system(expr: Node | str | None = None) -> Node:

@@ -33,7 +33,7 @@ class Process:
         if self._default_backend is None:
             raise ProgramUsageError(
                 "a program needs a backend: call sapwood.set_default_backend(...) once, or give "
-                "run(..., backend=...); an Engine, or RuntimeEndpoint('http://127.0.0.1:30000')"
+                "run(..., backend=...); an Engine, or RuntimeEndpoint('http://127.0.0.1:8000')"
             )
         return self._default_backend
 

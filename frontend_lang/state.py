@@ -5,12 +5,17 @@ Appending never waits. Reading waits for what is read, and raises what went wron
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from sapwood.frontend_lang.answering import Branch
 from sapwood.frontend_lang.blocks import RoleBlock, ScopeBlock
-from sapwood.frontend_lang.errors import ProgramError, ProgramUsageError, calling_place
+from sapwood.frontend_lang.errors import (
+    ProgramError,
+    ProgramUsageError,
+    UnknownVariableError,
+    calling_place,
+)
 from sapwood.frontend_lang.executor import Executor
 from sapwood.frontend_lang.feed import Chunk, TextReader, VariableReader
 from sapwood.frontend_lang.forks import ForkGroup
@@ -26,7 +31,6 @@ from sapwood.frontend_lang.nodes import (
 )
 from sapwood.frontend_lang.statements import ForkPoint, Look, Statement, statements_of
 from sapwood.frontend_lang.transcript import Transcript
-from sapwood.frontend_lang.values import parse_value
 from sapwood.frontend_lang.variables import Latch, Names, Variable
 
 if TYPE_CHECKING:
@@ -44,12 +48,10 @@ class ProgramState:
         run: ProgramRun,
         *,
         names: Names | None = None,
-        nodes: Mapping[str, Gen[Any]] | None = None,
         branch: Branch | None = None,
     ) -> None:
         self._run = run
         self._names = names or Names()
-        self._nodes = dict(nodes or {})  # the gens that set variables, for their types
         self._executor = Executor(run, branch)
         self._group: ForkGroup | None = None  # that it is a branch of
         self.ret_value: Any = None  # what the program returned
@@ -130,11 +132,11 @@ class ProgramState:
     def get(self, node: Gen[T] | Select | str) -> Any:
         """The value of a `gen` as its `output_type`, `dtype` or `json_schema` says; else the text.
 
-        By node, its type is known to type checkers. Raises ProgramError, and AnswerError for an
+        By node, its type is known to type checkers; after a join, and for n > 1, it is a list
+        of values. Raises ProgramError, and AnswerError for an
         answer that spells no such value, as when it was cut.
         """
-        name = _name_of(node)
-        return self._parsed(name, self[name])
+        return self._waited(_name_of(node)).parsed()
 
     @overload
     async def aget(self, node: Gen[T]) -> T: ...
@@ -145,9 +147,9 @@ class ProgramState:
         name = _name_of(node)
         while (change := self._next_name(name)) is not None:
             await change.wait_async()
-        variable = self._names[name]
+        variable = self._variable(name)
         await variable.latch.wait_async()
-        return self._parsed(name, variable.value())
+        return variable.parsed()
 
     def variables(self) -> tuple[str, ...]:
         """The names of all variables, in the order in which they were set first."""
@@ -236,7 +238,6 @@ class ProgramState:
             kind(
                 self._run,
                 names=self._names.copy(),
-                nodes=self._nodes,
                 branch=Branch(index, size) if size > 1 else self._executor.branch,
             )
             for index, kind in enumerate(kinds)
@@ -265,9 +266,14 @@ class ProgramState:
     def _waited(self, name: str) -> Variable:
         while (change := self._next_name(name)) is not None:
             self._run.wait(change)
-        variable = self._names[name]
+        variable = self._variable(name)
         self._run.wait(variable.latch)
         return variable
+
+    def _variable(self, name: str) -> Variable:
+        if name not in self._names and any(name in names for names in self._run.names):
+            raise UnknownVariableError(name, self._names, in_branch=True)
+        return self._names[name]
 
     def _next_name(self, name: str) -> Latch | None:
         """What to wait for before `name` may be there; None: it is, or it is not going to be."""
@@ -291,21 +297,10 @@ class ProgramState:
         if not self._is_inside:
             self._run.wait(self._run.ended)
 
-    def _parsed(self, name: str, value: Any) -> Any:
-        node = self._nodes.get(name)
-        if node is None:
-            return value
-        if isinstance(value, list):
-            return [parse_value(node.options, text) for text in value]
-        return parse_value(node.options, value)
-
     def _register(self, statement: Statement) -> None:
         for variable in (statement.variable, statement.reasoning):
             if variable is not None and variable.name is not None:
                 self._names.add(variable.name, variable)
-                self._nodes.pop(variable.name, None)
-        if isinstance(statement.node, Gen) and statement.node.name is not None:
-            self._nodes[statement.node.name] = statement.node
 
 
 class StateCopy(ProgramState):

@@ -5,6 +5,7 @@ Also the nodes that only the interpreter itself appends.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sapwood.frontend_lang.errors import Failure, Place
@@ -16,6 +17,7 @@ from sapwood.frontend_lang.nodes import (
     Select,
     SeparateReasoning,
 )
+from sapwood.frontend_lang.values import parse_value
 from sapwood.frontend_lang.variables import Gathered, Variable
 
 if TYPE_CHECKING:
@@ -86,9 +88,10 @@ def statements_of(
                 yield from statements_of(part, place, rule)
         case SeparateReasoning(body=body, model_type=model_type):
             yield from statements_of(body, place, ReasoningRule(model_type))
-        case Gen(name=name):
+        case Gen(name=name, options=options):
             reasoning = Variable(reasoning_name(name)) if rule and name else None
-            yield Statement(node, place, Variable(name), reasoning, rule)
+            variable = Variable(name, partial(parse_value, options))
+            yield Statement(node, place, variable, reasoning, rule)
         case Select(name=name) | ScopeEnd(name=name):
             yield Statement(node, place, Variable(name))
         case _:

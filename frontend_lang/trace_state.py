@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from sapwood.frontend_lang.blocks import RoleBlock, ScopeBlock
 from sapwood.frontend_lang.errors import ProgramUsageError, UnknownVariableError
@@ -44,10 +44,12 @@ class Unknown(Value):
 
     __slots__ = ()
 
+    advice: ClassVar[str] = "run the program"
+
     def _refuse(self, *_: object) -> NoReturn:
         raise TraceError(
             f"the text of {self.name!r} is not known while a program is traced, and the program "
-            "goes on by what it is; give trace(...) the argument, or run the program"
+            f"goes on by what it is; {self.advice}"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -64,6 +66,14 @@ class Unknown(Value):
     __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = _refuse
     __int__ = __float__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __mul__ = __rmul__ = __mod__ = _refuse
+
+
+class UnknownArgument(Unknown):
+    """An argument that a trace was not given."""
+
+    __slots__ = ()
+
+    advice: ClassVar[str] = "give trace(...) the argument, or run the program"
 
 
 class Recorder:
@@ -122,9 +132,9 @@ class TraceState:
         """Of another program, which the traced one runs."""
         return cls(recorder, last=recorder.add(TraceKind.CALL, name=name), depth=1)
 
-    def argument(self, name: str) -> Unknown:
+    def argument(self, name: str) -> UnknownArgument:
         """An argument that is not given."""
-        return Unknown(name, self.recorder.add(TraceKind.ARGUMENT, name=name))
+        return UnknownArgument(name, self.recorder.add(TraceKind.ARGUMENT, name=name))
 
     # Appending
 

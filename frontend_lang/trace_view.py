@@ -33,7 +33,8 @@ MAX_TEXT_LEN = 40  # characters of a node's text that are shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
     """A node that was performed. Tokens are None where the backend tells none; of a node that asks
-    a backend for nothing they are, too.
+    a backend for nothing they are, too. A `select` asks once for each of its `num_choices`, and its
+    tokens are those of all prompts.
 
     `cached_tokens` are those of the prompt that the backend had computed before. `branches` are
     the records of a fork's branches.
@@ -47,6 +48,7 @@ class NodeRecord:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    num_choices: int | None = None
     branches: tuple[tuple[NodeRecord, ...], ...] = ()
 
     @property
@@ -113,6 +115,7 @@ def _record(
         prompt_tokens=meta.get("prompt_tokens"),
         cached_tokens=meta.get("cached_tokens"),
         completion_tokens=meta.get("completion_tokens"),
+        num_choices=len(node.choices) if isinstance(node, Select) else None,
         branches=tuple(_records(branch) for branch in branches),
     )
 
@@ -158,9 +161,11 @@ def _rows(records: Sequence[NodeRecord], depth: int) -> Iterator[Row]:
 
 
 def _figures(record: NodeRecord) -> str:
-    parts = []
+    parts = [] if record.num_choices is None else [f"{record.num_choices} choices"]
     if record.prompt_tokens is not None:
-        parts.append(f"prompt {record.prompt_tokens:,} ({record.cached_tokens or 0:,} cached)")
+        in_all = "" if record.num_choices is None else " in all"
+        cached = f"({record.cached_tokens or 0:,} cached)"
+        parts.append(f"prompt {record.prompt_tokens:,}{in_all} {cached}")
     if record.completion_tokens is not None:
         parts.append(f"generated {record.completion_tokens:,}")
     return ", ".join((*parts, f"{record.seconds * 1000:.1f} ms"))

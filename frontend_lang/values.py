@@ -24,8 +24,9 @@ class AnswerError(SapwoodError, ValueError):
     """An answer does not spell a value of its type: it was cut, or the backend constrains less."""
 
 
-def parse_value(options: Options, text: str) -> Any:
+def parse_value(options: Options, text: str, meta: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The value of an answer: of `output_type`, of `dtype`, JSON of a `json_schema`, else the text.
+    `meta` is what its backend told of it.
 
     Raises AnswerError. A type with fields imports pydantic, which checks it.
     """
@@ -39,11 +40,25 @@ def parse_value(options: Options, text: str) -> Any:
     except ValueError as error:
         if isinstance(error, AnswerError):
             raise
+        why = f"({_first_line(error)})"
         raise AnswerError(
-            f"the answer {_shortened(text)} is no value of its type ({_first_line(error)}); a "
-            "larger max_tokens helps where it was cut"
+            f"the answer {_shortened(text)} was cut {_where_cut(meta)}, so it is no value of its "
+            f"type {why}; raise max_tokens"
+            if _is_cut(meta)
+            else f"the answer {_shortened(text)} is no value of its type {why}; a larger "
+            "max_tokens helps where it was cut"
         ) from error
     return text
+
+
+def _is_cut(meta: Mapping[str, Any]) -> bool:
+    reason = meta.get("finish_reason")
+    return isinstance(reason, Mapping) and reason.get("type") == "length"
+
+
+def _where_cut(meta: Mapping[str, Any]) -> str:
+    num_tokens = meta.get("completion_tokens")
+    return "short" if num_tokens is None else f"after {num_tokens} tokens"
 
 
 def _of_dtype(name: str, text: str) -> int | float | bool | str:

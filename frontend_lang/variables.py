@@ -12,6 +12,7 @@ from typing import Any
 
 from sapwood.frontend_lang.errors import Failure, UnknownVariableError
 
+Parse = Callable[[str, Mapping[str, Any]], Any]  # the value of a text, and what was told of it
 Text = str | list[str]  # a list for n > 1 and for what was gathered from branches
 Meta = Mapping[str, Any] | list[Mapping[str, Any]]
 
@@ -69,12 +70,16 @@ class Latch:
 
 
 class Variable:
-    """The text of one statement: unknown, then settled or failed, for good."""
+    """The text of one statement: unknown, then settled or failed, for good.
 
-    __slots__ = ("_failure", "_meta", "_value", "latch", "name")
+    `parse` says what value a text of it spells; None: the text itself.
+    """
 
-    def __init__(self, name: str | None) -> None:
+    __slots__ = ("_failure", "_meta", "_parse", "_value", "latch", "name")
+
+    def __init__(self, name: str | None, parse: Parse | None = None) -> None:
         self.name = name
+        self._parse = parse
         self.latch = Latch()
         self._value: Any = None
         self._meta: Meta = {}
@@ -109,6 +114,15 @@ class Variable:
         self._check()
         return self._value
 
+    def parsed(self) -> Any:
+        """What `value()` spells. Raises ProgramError, and what the parsing raises."""
+        value = self.value()
+        if self._parse is None:
+            return value
+        if isinstance(self._meta, list):
+            return [self._parse(text, meta) for text, meta in zip(value, self._meta, strict=True)]
+        return self._parse(value, self._meta)
+
     def meta(self) -> Meta:
         """What its backend told of it, after the latch has opened. Raises ProgramError."""
         self._check()
@@ -141,6 +155,16 @@ class Gathered(Variable):
         """Settle it; all that it is made of is settled. Raises ProgramError."""
         found = [part.value() for part in self._parts]
         self.settle([*(self._before.value() if self._before is not None else ()), *found])
+
+    def parsed(self) -> list[Any]:
+        """The values of all branches, each as its own statement says."""
+        self._check()
+        joins: list[Gathered] = []  # the newest first; in a loop, as there may be thousands
+        join: Variable | None = self
+        while isinstance(join, Gathered):
+            joins.append(join)
+            join = join._before
+        return [part.parsed() for each in reversed(joins) for part in each._parts]
 
 
 class Names:

@@ -6,6 +6,7 @@ Python callers and the command line need not know them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -138,7 +139,11 @@ class EngineConfig:
         unknown = sorted(set(values) - set(option_groups()))
         if unknown:
             known = ", ".join(sorted(option_groups()))
-            raise ConfigError(f"unknown engine option {unknown[0]!r}; the options are: {known}")
+            near = get_close_matches(unknown[0], sorted(option_groups()), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"unknown engine option {unknown[0]!r}; {hint}the options are: {known}"
+            )
         picked: dict[str, dict[str, Any]] = {group: {} for group in set(option_groups().values())}
         for name, value in values.items():
             picked[option_groups()[name]][name] = value

@@ -162,12 +162,18 @@ _MODULE_BY_NAME: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Names that programs written for SGLang may ask for.
+_ADVICE_BY_MISSING_NAME: Mapping[str, str] = MappingProxyType(
+    {"VertexAI": "; OpenAI(model, base_url=...) or LiteLLM reaches models served elsewhere"}
+)
+
 __all__ = ["__version__", *_MODULE_BY_NAME]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_BY_NAME:
-        raise AttributeError(f"module 'sapwood' has no attribute {name!r}")
+        advice = _ADVICE_BY_MISSING_NAME.get(name, "")
+        raise AttributeError(f"module 'sapwood' has no attribute {name!r}{advice}")
     value = getattr(import_module(_MODULE_BY_NAME[name]), name)
     globals()[name] = value  # the next look-up does not come here
     return value

@@ -39,6 +39,11 @@ def test_an_unknown_name_raises_attribute_error() -> None:
         _ = sapwood.no_such_name  # type: ignore[attr-defined]
 
 
+def test_a_backend_that_is_not_there_is_told_with_what_reaches_its_models() -> None:
+    with pytest.raises(AttributeError, match=r"'VertexAI'; OpenAI.*LiteLLM"):
+        _ = sapwood.VertexAI  # type: ignore[attr-defined]
+
+
 def test_every_error_is_of_our_tree() -> None:
     errors = [getattr(sapwood, name) for name in sapwood.__all__ if name.endswith("Error")]
     assert errors

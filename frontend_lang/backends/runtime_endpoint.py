@@ -59,7 +59,8 @@ class RuntimeEndpoint:
     `chat_template` says how conversations are written, where the server does not tell or tells
     otherwise: `chatml`, `llama-3`, or a Jinja template.
 
-    Raises EngineError where nobody answers, RequestError where the server wants another `api_key`.
+    Raises EngineError where nobody answers, RequestError where the server wants another `api_key`
+    or `url` is none.
     """
 
     chat_only = False
@@ -72,7 +73,7 @@ class RuntimeEndpoint:
         timeout: float | None = None,
         chat_template: str | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = _checked_url(url)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         seconds = DAY if timeout is None else timeout
 
@@ -246,3 +247,17 @@ def _result_of(work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns, waited for here: on a thread, as a loop may run on this one."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sapwood-endpoint") as pool:
         return pool.submit(asyncio.run, work).result()
+
+
+def _checked_url(url: str) -> str:
+    """Where the server's own paths begin. Raises RequestError."""
+    base = url.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise RequestError(f"{url!r} is no URL; write http://{base}", param="url")
+    if base.endswith("/v1"):
+        raise RequestError(
+            f"{url!r} is where OpenAI's API begins, and an endpoint has paths of its own; leave "
+            "/v1 out",
+            param="url",
+        )
+    return base

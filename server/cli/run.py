@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from rich.console import Console
 
 from sapwood.frontend_lang.errors import Place, ProgramError
+from sapwood.frontend_lang.options import ALIASES, Options
 from sapwood.frontend_lang.process import PROCESS
 from sapwood.frontend_lang.program import Program
 from sapwood.runtime.errors import ConfigError, SapwoodError
@@ -27,6 +40,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2"
 _MODULE_NAME = "__sapwood_program__"
+_ADDRESS = re.compile(r"[\w.-]+:\d{2,5}(/.*)?")  # of a server, without http://
+_BOOLS = ("True", "False")  # Python's spelling, beside JSON's
 
 
 def run(
@@ -35,7 +50,7 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="NAME=TEXT",
-            help="An argument of the program, or an option such as temperature:=0. NAME:=JSON "
+            help="An argument of the program, or an option such as temperature=0. NAME:=JSON "
             "gives what is no text; a parameter that is annotated int, list... needs no colon.",
         ),
     ] = None,
@@ -63,6 +78,8 @@ def run(
     """Run a program of a file, and print its text."""
     program = find_program(load(file), file, function)
     given = arguments_of(program, arg or [])
+    if batch is None:
+        check_arguments(program, given)
     rows = None if batch is None else rows_of(batch)
     with backend_of(backend) as chosen, told_in_one_line(file):
         if rows is None:
@@ -115,24 +132,50 @@ def arguments_of(program: Program, given: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--arg {each!r} has no name; write --arg NAME=TEXT")
         is_json = name.endswith(":")
         name = name.removesuffix(":")
-        if not is_json and kinds.get(name, str) is str:
+        kind = kinds.get(name, str)
+        if not is_json and _takes_text(kind):
             arguments[name] = text
             continue
+        is_bool = bool in (kind, *get_args(kind))
         try:
-            arguments[name] = json.loads(text)
+            arguments[name] = text == "True" if is_bool and text in _BOOLS else json.loads(text)
         except ValueError as error:
-            raise ConfigError(
-                f"--arg {each!r}: the value is not JSON ({error}); {name} takes no plain text"
-            ) from error
+            advice = "; write true or false" if is_bool else f"; {name} takes no plain text"
+            raise ConfigError(f"--arg {each!r}: the value is not JSON ({error}){advice}") from error
     return arguments
 
 
-def _kinds_of(program: Program) -> Mapping[str, Any]:
-    """What the program's parameters are annotated with; empty where that cannot be told."""
+def check_arguments(program: Program, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError where arguments are missing, or belong to nobody."""
     try:
-        return get_type_hints(program.function)
-    except Exception:  # an annotation may be any expression, of names that are nowhere
-        return {}
+        program.invocation((), given)
+    except TypeError as error:
+        first, *own = inspect.signature(program.function).parameters.values()
+        listed = ", ".join(_written(each) for each in own) or f"none beside {first.name}"
+        raise ConfigError(
+            f"{error}; give arguments as --arg NAME=TEXT; {program.__name__} takes {listed}"
+        ) from error
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    return str(parameter.replace(annotation=inspect.Parameter.empty))
+
+
+def _takes_text(kind: Any) -> bool:
+    if kind in (str, Any) or get_origin(kind) is Literal:
+        return True
+    return get_origin(kind) in (Union, UnionType) and any(map(_takes_text, get_args(kind)))
+
+
+def _kinds_of(program: Program) -> Mapping[str, Any]:
+    """The types of options, and what the program's parameters are annotated with as far as that
+    can be told."""
+    options = get_type_hints(Options)
+    aliases = {alias: options[name] for alias, name in ALIASES.items()}
+    own: dict[str, Any] = dict.fromkeys(program.parameters.names, str)
+    with suppress(Exception):  # an annotation may be any expression, of names that are nowhere
+        own |= get_type_hints(program.function)
+    return {**options, **aliases, "timeout": float, **own}
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -158,7 +201,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 @contextmanager
 def backend_of(name: str | None) -> Iterator[dict[str, Any]]:
     """The keyword that says where to run; empty if the file has set a default backend itself.
-    Raises ModelError."""
+    Raises ModelError, and ConfigError for the address of a server that is no URL."""
     if name is None and PROCESS.has_default_backend:
         yield {}
         return
@@ -169,6 +212,8 @@ def backend_of(name: str | None) -> Iterator[dict[str, Any]]:
         with closing(RuntimeEndpoint(name)) as endpoint:
             yield {"backend": endpoint}
         return
+    if _ADDRESS.fullmatch(name) and not Path(name).exists():
+        raise ConfigError(f"{name} is no model; to reach a server there, write http://{name}")
     console = Console(stderr=True, highlight=False)
     fetch(name, console)
     with console.status(f"loading {name}"):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import sapwood as sgl
 from sapwood.frontend_lang.arguments import (
     Invocation,
     Parameters,
@@ -11,6 +12,9 @@ from sapwood.frontend_lang.arguments import (
     invocation_of,
     options_of,
 )
+from sapwood.frontend_lang.program import Program
+from sapwood.frontend_lang.trace_state import Recorder, TraceState
+from sapwood.runtime.errors import RequestError
 
 
 def answer(s: Any, question: str, *, tone: str = "calm") -> None: ...
@@ -87,6 +91,46 @@ def test_max_new_tokens_is_max_tokens_and_not_both() -> None:
         called(answer, max_new_tokens=7, max_tokens=8)
 
 
+def test_ebnf_is_grammar_by_sglangs_name_and_not_both() -> None:
+    text = 'root ::= "yes" | "no"'
+    assert sgl.gen("x", ebnf=text) == sgl.gen("x", grammar=text)
+    assert called(answer, ebnf=text).options == {"grammar": text}
+    with pytest.raises(TypeError, match="ebnf is grammar by another name"):
+        sgl.gen("x", ebnf=text, grammar=text)
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({"max_tokens": "5"}, "max_tokens is a whole number, not '5'"),
+        ({"max_tokens": 5.5}, "max_tokens is a whole number"),
+        ({"n": True}, "n is a whole number"),
+        ({"temperature": "hot"}, "temperature is a number, not 'hot'"),
+        ({"ignore_eos": 1}, "ignore_eos is True or False, not 1"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_before_anything_runs(
+    named: Any, expected: str
+) -> None:
+    with pytest.raises(RequestError, match=expected) as caught:
+        called(answer, **named)
+    assert caught.value.param == next(iter(named))
+    with pytest.raises(RequestError, match=expected):
+        sgl.gen("x", **named)
+
+
+def test_an_unknown_option_of_gen_is_refused_with_the_one_near_it_first() -> None:
+    options: Any = {"max_token": 3}
+    with pytest.raises(TypeError, match=r"'max_token'; did you mean max_tokens\? there are"):
+        sgl.gen("x", **options)
+
+
+@pytest.mark.parametrize("name", ["b", "questoin"])
+def test_an_unknown_argument_is_refused_with_those_of_the_program(name: str) -> None:
+    with pytest.raises(TypeError, match="the program takes question, tone"):
+        Program(answer).bind(**{name: 1})
+
+
 def test_none_says_the_same_as_leaving_an_option_out() -> None:
     assert called(answer, question="q", stop=None).options == {}
 
@@ -103,6 +147,12 @@ def test_a_missing_argument_is_told_before_anything_runs() -> None:
     with pytest.raises(TypeError, match="multiple values for argument 'question'"):
         check_call(answer, called(answer, "q", question="q"))
     check_call(answer, called(answer, "q"))
+
+
+def test_a_state_among_the_arguments_is_told_to_pass_by_itself() -> None:
+    state = TraceState.root(Recorder())
+    with pytest.raises(TypeError, match="too many positional arguments; the state is passed by"):
+        check_call(answer, called(answer, state, "there"))
 
 
 def test_a_program_needs_a_parameter_for_its_state() -> None:

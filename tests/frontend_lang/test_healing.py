@@ -201,6 +201,20 @@ def test_a_stream_tells_the_same_as_the_whole_answer(backend: EngineBackend) -> 
     assert pieces[-1].token_ids == whole.token_ids
 
 
+def test_the_tails_tokens_are_none_of_those_that_are_told(backend: EngineBackend) -> None:
+    found = healed(backend, "The quick brown ", FOX, max_tokens=1)
+    assert found.tail
+    whole = answered(backend, found)
+
+    async def body() -> list[Answer]:
+        prompt = Prompt(text="", token_ids=found.token_ids)
+        return [piece async for piece in found.pieces(backend.stream(prompt, found.call))]
+
+    for answer in (whole, run(body)[-1]):
+        assert answer.meta["finish_reason"] == {"type": "length", "length": 1}
+        assert answer.meta["completion_tokens"] == 1
+
+
 TAIL = Healed(token_ids=(1,), call=Call(), tail=" - ", tail_token_ids=(7, 8))
 
 

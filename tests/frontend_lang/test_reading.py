@@ -111,6 +111,32 @@ def test_values_have_the_type_that_their_gen_asked_for() -> None:
     assert asyncio.run(state.aget(number)) == 42
 
 
+def test_values_are_read_after_a_join_and_of_several_answers() -> None:
+    number = sgl.gen_int("number")
+    pair = sgl.gen("pair", dtype=int, n=2)
+
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        for _ in range(2):
+            with s.fork(2) as branches:
+                branches += number + pair
+
+    state = program.run(backend=FakeBackend("42"))
+    assert state.get(number) == state.get("number") == [42] * 4
+    assert state.get("pair") == asyncio.run(state.aget(pair)) == [[42, 42]] * 4
+    assert state["number"] == ["42"] * 4
+
+
+def test_values_of_thousands_of_joins_are_read() -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        for _ in range(1200):
+            with s.fork(1) as branches:
+                branches += sgl.gen_int("number")
+
+    assert program.run(backend=FakeBackend("4", with_encoder=False)).get("number") == [4] * 1200
+
+
 def test_a_gen_without_a_name_cannot_be_asked_for() -> None:
     state = two.run(backend=FakeBackend())
     with pytest.raises(ProgramUsageError, match="no name"):
@@ -229,6 +255,57 @@ def test_what_is_no_text_and_no_node_is_refused_where_it_stands() -> None:
 
     with pytest.raises(TypeError, match="not of int"):
         program.run(backend=FakeBackend())
+
+
+@pytest.mark.parametrize(
+    "node", [sgl.gen("a"), "Hello " + sgl.gen("a"), sgl.select("a", ["b"]), sgl.user("c")]
+)
+def test_a_node_in_an_f_string_is_refused(node: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot stand in an f-string.*join it with \+"):
+        f"Hello {node}"
+    with pytest.raises(TypeError, match="cannot stand in an f-string"):
+        str(node)
+
+
+def test_a_state_or_nothing_where_a_node_belongs_is_refused_with_advice() -> None:
+    @sgl.function
+    def joined(s: Any) -> None:
+        s + sgl.gen("a")
+
+    @sgl.function
+    def nested(s: Any) -> None:
+        s += two.run()
+
+    for program in (joined, nested):
+        sgl.set_default_backend(FakeBackend())
+        try:
+            with pytest.raises(TypeError, match=r"append with s \+= .*a plain function"):
+                program.run()
+        finally:
+            sgl.set_default_backend(None)
+    nothing: Any = None
+    with pytest.raises(TypeError, match="did a function return nothing"):
+        sgl.gen("a") + nothing
+
+
+def test_a_variable_of_a_branch_is_told_before_the_join() -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        branches = s.fork(2)
+        branches += sgl.gen("x")
+        s["x"]
+
+    with pytest.raises(sgl.UnknownVariableError, match=r'branches\["x"\].*join\(\)'):
+        program.run(backend=FakeBackend())
+
+
+def test_select_tells_where_its_name_goes_and_what_its_choices_are() -> None:
+    names: Any = ["a", "b"]
+    with pytest.raises(TypeError, match=r"select\(name, choices\)"):
+        sgl.select(names)
+    numbers: Any = [1, 2]
+    with pytest.raises(sgl.RequestError, match=r"write str\(1\)"):
+        sgl.select("x", numbers)
 
 
 def test_nothing_is_appended_after_the_end() -> None:

@@ -348,6 +348,18 @@ async def test_a_server_that_ends_is_told(serve, fake) -> None:
     await endpoint.aclose()
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("127.0.0.1:8017", "write http://127.0.0.1:8017"),
+        ("http://127.0.0.1:8017/v1/", "leave /v1 out"),
+    ],
+)
+def test_a_url_that_cannot_be_is_refused_with_the_right_one(url: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        RuntimeEndpoint(url)
+
+
 def test_an_endpoint_works_on_any_loop_and_leaves_no_connection_open(url: str) -> None:
     endpoint = RuntimeEndpoint(url)
 

@@ -61,6 +61,15 @@ def test_tokens_and_times_are_those_that_the_backend_told() -> None:
     assert re.search(figures, str(state.trace()))
 
 
+def test_a_select_shows_that_its_tokens_are_those_of_all_choices() -> None:
+    @sgl.function
+    def program(s: ProgramState) -> None:
+        s += "Q: " + sgl.select("x", ["a", "bc"])
+
+    state = program.run(backend=FakeBackend())
+    assert re.search(r"select x 'a'  2 choices, prompt \d+ in all \(\d", str(state.trace()))
+
+
 def test_long_texts_are_shortened_and_stay_on_their_line() -> None:
     state = tips.run(topic="\n".join(["much"] * 50), backend=FakeBackend())
     assert all(len(line) < 120 for line in str(state.trace()).splitlines())

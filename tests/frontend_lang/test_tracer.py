@@ -188,7 +188,15 @@ def test_control_flow_on_an_unknown_text_is_a_clear_error(use: Any) -> None:
         s += gen("x")
         use(s["x"])
 
-    with pytest.raises(TraceError, match="'x' is not known.*run the program"):
+    with pytest.raises(TraceError, match="'x' is not known.*; run the program"):
+        traced(program)
+
+
+def test_control_flow_on_an_unknown_argument_asks_for_the_argument() -> None:
+    def program(s: Any, question: str) -> None:
+        s += "yes" if question else "no"
+
+    with pytest.raises(TraceError, match="'question' is not known.*the argument, or run"):
         traced(program)
 
 

@@ -131,6 +131,12 @@ def test_an_answer_that_is_no_value_says_so_and_shows_itself(options: Any, text:
     assert isinstance(caught.value, SapwoodError) and isinstance(caught.value, ValueError)
 
 
+def test_an_answer_that_was_cut_says_after_how_many_tokens() -> None:
+    meta = {"finish_reason": {"type": "length"}, "completion_tokens": 10}
+    with pytest.raises(AnswerError, match="was cut after 10 tokens, .*raise max_tokens"):
+        parse_value({"json_schema": "{}"}, '{"a": ', meta)
+
+
 TYPES: list[Any] = [
     list[int],
     tuple[int, bool],

@@ -30,6 +30,11 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
         EngineConfig.from_options("m", blok_size=4)
 
 
+def test_a_model_path_is_told_to_be_called_model() -> None:
+    with pytest.raises(ConfigError, match=r"'model_path'; did you mean model\?"):
+        EngineConfig.from_options(model_path="m")
+
+
 def test_a_mode_may_be_given_as_a_string() -> None:
     assert EngineConfig.from_options(mode="static").scheduler.mode is BatchingMode.STATIC
 

@@ -74,6 +74,38 @@ def test_arguments_are_texts_unless_the_program_or_the_caller_says_otherwise(fil
     assert run(*common, "--arg", "times:=3").stdout == "Q: 2 A:0" * 3 + "\n"
 
 
+def test_options_are_read_by_their_types_and_bools_in_either_spelling(tmp_path: Path) -> None:
+    program = PROGRAM.replace("times: int = 1", "times: int = 1, twice: bool = False").replace(
+        "range(times)", "range(2 * times if twice else times)"
+    )
+    file = write(tmp_path, program)
+    common = (file, "--arg", "temperature=0.5", "--arg", "question=q", "--arg", "stop=1")
+    assert run(*common, "--arg", "max_tokens=20").stdout == "Q: q A:0.5\n"
+    for spelling in ("True", "true"):
+        assert run(*common, "--arg", f"twice={spelling}").stdout == "Q: q A:0.5" * 2 + "\n"
+    assert "write true or false" in str(refused(*common, "--arg", "twice=yes"))
+
+
+def test_missing_arguments_are_told_with_those_that_the_program_takes(file: Path) -> None:
+    error = refused(file)
+    assert isinstance(error, ConfigError)
+    assert "missing a required argument: 'question'" in str(error)
+    assert "--arg NAME=TEXT; answer takes question, times=1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:8017", "write http://127.0.0.1:8017"),
+        ("http://127.0.0.1:8017/v1", "leave /v1 out"),
+    ],
+)
+def test_a_servers_address_that_is_no_url_of_it_is_told(
+    file: Path, address: str, words: str
+) -> None:
+    assert words in str(refused(file, "--arg", "question=q", "--backend", address))
+
+
 def test_variables_are_printed_as_json_and_the_tree_beside_them(file: Path) -> None:
     result = run(file, "--arg", "question=q", "--arg", "temperature:=1", "--json", "--trace")
     assert json.loads(result.stdout) == {"answer": "1"}
