@@ -1,6 +1,7 @@
 """Self-consistency (Wang et al. 2023): several answers to one prompt, and a vote.
 
-Shows `gen(n=...)`: one request whose prompt is computed once, and a variable that is a list.
+Shows `gen(n=...)`: one request whose prompt is computed once, and a variable that is a list. The
+seed makes every run print the same; SGLang's server heeds it with --enable-deterministic-inference.
 """
 
 import re
@@ -37,7 +38,7 @@ def vote(numbers: Iterable[str]) -> str:
 def main() -> None:
     with backend_of_command_line(__doc__) as backend:
         for problem in problems():
-            state = self_consistency.run(problem.question, backend=backend, max_tokens=80)
+            state = self_consistency.run(problem.question, backend=backend, max_tokens=80, seed=0)
             numbers = ", ".join(final_number(answer) or "none" for answer in state["answers"])
             print(f"{problem.question}\n  {numbers}: {state['vote']} (right: {problem.answer})")
 
