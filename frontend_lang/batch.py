@@ -23,12 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from sapwood.frontend_lang.errors import ProgramTimeoutError, ProgramUsageError
 from sapwood.frontend_lang.gate import Gate, GatedBackend, Ticket
 from sapwood.frontend_lang.process import PROCESS
-from sapwood.frontend_lang.room import Room
-from sapwood.runtime.errors import SapwoodError
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.arguments import Invocation
-    from sapwood.frontend_lang.backends.interface import Backend
     from sapwood.frontend_lang.program import Program
     from sapwood.frontend_lang.state import ProgramState
 
@@ -157,7 +154,6 @@ class _Batch:
 
     async def _run(self) -> None:
         try:
-            self._gate.room = await _room_of(self._backend)
             while self._unseated or self._in_flight:
                 self._seat()
                 self._has_changed.clear()
@@ -219,17 +215,6 @@ class _Batch:
             return await (call() if self._is_async else self._threads.run(call))
         finally:
             self._free_seat()
-
-
-async def _room_of(backend: Backend) -> Room:
-    """A backend's cache, as far as it tells of it."""
-    if backend.encoder is None:
-        return Room(None)
-    try:
-        info = await backend.server_info()
-    except SapwoodError:
-        return Room(None)  # the programs will meet the same error, and say where
-    return Room(info.get("max_total_num_tokens"), info.get("page_size", 1))
 
 
 class _Deadline:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from bisect import bisect_left, insort
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from sapwood.frontend_lang.backends.interface import (
     Score,
     TokenIds,
 )
-from sapwood.frontend_lang.room import Member, Note, Room
 from sapwood.runtime.hints import Hints
 
 logger = logging.getLogger(__name__)
@@ -56,11 +55,8 @@ class Gate:
         width: int,
         more_to_come: Callable[[], bool] = lambda: False,
         quiet_seconds: float = QUIET_SECONDS,
-        room: Room | None = None,
     ) -> None:
-        """`more_to_come`: programs will begin as soon as others leave a thread to them. `room`: the
-        backend's cache, None for one of unknown size."""
-        self.room = Room(None) if room is None else room
+        """`more_to_come`: programs will begin as soon as others leave a thread to them."""
         self._backend = backend
         self._width = width
         self._more_to_come = more_to_come
@@ -173,7 +169,6 @@ class Ticket:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._waiting: _Waiting | None = None
-        self._member: Member | None = None  # of the room, once it has passed the gate
         self._when_waiting: Callable[[], None] = _nothing
         self._when_passed: Callable[[], None] = _nothing
 
@@ -190,21 +185,8 @@ class Ticket:
         if not self._waiting.passed.done():
             await asyncio.shield(self._waiting.passed)
 
-    @asynccontextmanager
-    async def request(self, prompt: Prompt, num_new: int | None) -> AsyncIterator[Note]:
-        """Around each request of the program, which adds about `num_new` tokens to its prompt."""
-        await self.enter(prompt)
-        room = self._gate.room
-        if self._member is None:
-            self._member = room.enter(prompt)
-        async with room.request(self._member, num_new) as note:
-            yield note
-
     def leave(self) -> None:
         """The program has ended."""
-        if self._member is not None:
-            self._gate.room.leave(self._member)
-            self._member = None
         self._gate.leave(self._waiting)
 
     def _pass(self, passed: "asyncio.Future[None]") -> None:
@@ -223,27 +205,20 @@ class GatedBackend:
         self._ticket = ticket
 
     async def generate(self, prompt: Prompt, call: Call) -> list[Answer]:
-        num_new = call.options.get("max_tokens")
-        async with self._ticket.request(prompt, num_new) as note:
-            answers = await self._backend.generate(prompt, call)
-            note.add(answers)
-            return answers
+        await self._ticket.enter(prompt)
+        return await self._backend.generate(prompt, call)
 
     async def stream(self, prompt: Prompt, call: Call) -> AsyncIterator[Answer]:
-        num_new = call.options.get("max_tokens")
-        async with (
-            self._ticket.request(prompt, num_new) as note,
-            aclosing(self._backend.stream(prompt, call)) as pieces,  # type: ignore[type-var]
-        ):
+        await self._ticket.enter(prompt)
+        async with aclosing(self._backend.stream(prompt, call)) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
-                note.add([piece])  # the last one counts all
                 yield piece
 
     async def score(
         self, prompt: Prompt, continuations: Sequence[TokenIds | str], hints: Hints
     ) -> list[Score]:
-        async with self._ticket.request(prompt, sum(map(len, continuations))):
-            return await self._backend.score(prompt, continuations, hints)
+        await self._ticket.enter(prompt)
+        return await self._backend.score(prompt, continuations, hints)
 
     async def flush_cache(self) -> None:
         await self._backend.flush_cache()
