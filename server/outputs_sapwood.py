@@ -1,6 +1,6 @@
 """What the object `sapwood` of a request asks of an answer of `/generate`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sapwood.runtime.answer_tokens import answer_token_ids
@@ -50,15 +50,7 @@ class SapwoodAnswer:
         return told
 
     def _text_ids(self, last: CompletionOutput) -> tuple[int, ...]:
-        whole = CompletionOutput(
-            index=last.index,
-            text="",
-            token_ids=tuple(self.token_ids),
-            logprobs=None,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            ended_by_token=last.ended_by_token,
-        )
+        whole = replace(last, token_ids=tuple(self.token_ids))
         token_ids = answer_token_ids(whole, self.sampling, self.tokenizer)
         if self.reasoning is None:
             return token_ids

@@ -1,5 +1,6 @@
 """The engine's outputs as answers of a program: whole, or piece by piece."""
 
+from dataclasses import replace
 from typing import Any
 
 from sapwood.frontend_lang.backends.interface import Answer, Call, TokenIds
@@ -58,15 +59,7 @@ class AnswerInProgress:
         )
 
     def _spelled(self, last: CompletionOutput) -> TokenIds:
-        whole = CompletionOutput(
-            index=last.index,
-            text="",
-            token_ids=tuple(self._token_ids),
-            logprobs=None,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            ended_by_token=last.ended_by_token,
-        )
+        whole = replace(last, token_ids=tuple(self._token_ids))
         token_ids = answer_token_ids(whole, self._sampling, self._tokenizer)
         if self._reasoning is None:
             return token_ids
