@@ -2,12 +2,12 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ import sapwood as sgl
 from sapwood.frontend_lang.background import Background
 from sapwood.frontend_lang.errors import ProgramUsageError
 from sapwood.frontend_lang.state import ProgramState
+from sapwood.frontend_lang.variables import Latch
 from tests.frontend_lang.fakes import FakeBackend
+from tests.frontend_lang.interrupts import interrupt_when
 from tests.frontend_lang.loops import own_loop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,17 +113,14 @@ def test_cancelling_a_run_aborts_its_requests(program: sgl.Program) -> None:
     until(ended(backend))
 
 
-@PROGRAMS
-def test_an_interrupt_aborts_the_requests_and_is_raised(program: sgl.Program) -> None:
+@pytest.mark.parametrize(
+    ("program", "inside"), [(tree, Latch.wait), (async_tree, Future.result)], ids=["sync", "async"]
+)
+def test_an_interrupt_aborts_the_requests_and_is_raised(
+    program: sgl.Program, inside: Callable[..., object]
+) -> None:
     backend = FakeBackend(delay=FOR_EVER)
-
-    def interrupt() -> None:
-        until(lambda: backend.num_active == 3)
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
+    interrupt_when(lambda: backend.num_active == 3, inside=inside)
     with pytest.raises(KeyboardInterrupt):
         program.run(backend=backend)
     until(ended(backend))
@@ -129,15 +128,8 @@ def test_an_interrupt_aborts_the_requests_and_is_raised(program: sgl.Program) ->
 
 def test_an_interrupt_of_who_reads_a_streamed_program_aborts_its_requests() -> None:
     backend = FakeBackend(delay=FOR_EVER)
-
-    def interrupt() -> None:
-        until(lambda: backend.num_active == 3)
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
-
     state = tree.run(backend=backend, stream=True)
-    threading.Thread(target=interrupt).start()
+    interrupt_when(lambda: backend.num_active == 3, inside=Latch.wait)
     with pytest.raises(KeyboardInterrupt):
         list(state.text_iter())
     until(ended(backend))
