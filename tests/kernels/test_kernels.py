@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import KERNELS, AttentionPlan, PrivateSegment, SharedSegment, load_kernels
-from sapwood.kernels.interface import Activation, Kernels, KVCache, KVCacheSpec
+from sapwood.kernels.interface import Activation, Kernels, KVCache, KVCacheSpec, RowCopy
 
 NUM_LAYERS = 2
 LAYER = 1
@@ -421,7 +421,7 @@ def test_copied_rows_serve_attention_like_their_source(kernels: Kernels, num_row
     kv = step.fill(kernels)
     source = int(step.plan.private[0].block_ids[0])
     target = (source + 1) % step.spec.num_blocks
-    kernels.copy_rows(kv, source, target, num_rows)
+    kernels.copy_rows(kv, [RowCopy(source, target, num_rows)])
     moved = PrivateSegment(
         block_ids=np.array([target], dtype=np.int32),
         start=0,
@@ -438,7 +438,7 @@ def test_copying_leaves_the_other_rows_of_the_target_alone(kernels: Kernels) -> 
     step = make_step([Tail(length=64)], shuffled=False)
     kv = step.fill(kernels)
     before_keys, before_values = kv.keys.clone(), kv.values.clone()
-    kernels.copy_rows(kv, 0, 2, 7)
+    kernels.copy_rows(kv, [RowCopy(0, 2, 7)])
     copied = 7 * step.keys[0].numel()
     assert (kv.keys != before_keys).sum() == copied
     assert (kv.values != before_values).sum() == copied
