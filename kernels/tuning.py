@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from sapwood.kernels.tile_shapes import TileShapes
+from sapwood.kernels.tiles import TileShapes
 
 TABLES = Path(__file__).with_name("tuning")
 DEFAULT = "default"
+MIN_SIDE = 16  # of a tile: what a matrix instruction takes
 KvBytes = Literal[1, 2, 4]
 
 
@@ -34,6 +35,17 @@ class AttentionTuning:
     max_group_size: int
     kv_bytes: KvBytes
     shapes: TileShapes
+
+    def __post_init__(self) -> None:
+        for kind, shape in (("narrow", self.shapes.narrow), ("wide", self.shapes.wide)):
+            for name, value in (("rows", shape.rows), ("keys", shape.keys)):
+                if value < MIN_SIDE or value & (value - 1):
+                    raise ValueError(
+                        f"{name} of {kind} tiles is {value}, it must be a power of two of at least "
+                        f"{MIN_SIDE}"
+                    )
+            if shape.num_warps not in (1, 2, 4, 8):
+                raise ValueError(f"{kind} tiles have {shape.num_warps} warps, not 1, 2, 4 or 8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

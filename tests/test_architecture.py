@@ -128,7 +128,7 @@ TORCH_FREE = (
     "kernels/__init__.py",
     "kernels/segments.py",
     "kernels/specialization.py",
-    "kernels/tile_shapes.py",
+    "kernels/tiles.py",
     "kernels/tuning.py",
     "kernels/windows.py",
     "runtime/admission.py",

@@ -62,7 +62,10 @@ def test_a_wrong_field_is_refused_and_named() -> None:
     assert "x.json.gpu is 3" in refusal(lambda d: d.update(gpu=3))
     assert "max_head_dim is True" in refusal(lambda d: first_entry(d).update(max_head_dim=True))
     assert "kv_bytes is 3" in refusal(lambda d: first_entry(d).update(kv_bytes=3))
-    assert "rows is 48" in refusal(lambda d: first_entry(d)["shapes"]["narrow"].update(rows=48))
+    assert "rows of narrow tiles is 48" in refusal(
+        lambda d: first_entry(d)["shapes"]["narrow"].update(rows=48)
+    )
+    assert "rows is 0" in refusal(lambda d: first_entry(d)["shapes"]["narrow"].update(rows=0))
     assert "attention is {}" in refusal(lambda d: d.update(attention={}))
 
 
