@@ -9,10 +9,10 @@ Sapwood comes from this checkout.
     python bench/gpu_check.py --only decode tree
     python bench/gpu_check.py --dry              tiny sizes in Triton's interpreter, without a GPU
 
-The kernel suite runs first, in several processes at once; beside it all other sections are rehearsed
-so that their kernels are compiled when they are timed, alone, one after the other. Results are
-merged into `bench/results/gpu-<card>.{json,md}` after every section. The exit status is 0 where
-all sections are complete and every bar is met, 1 where not, 2 where there is no GPU.
+The kernel suite runs first, in several processes at once. Beside it all other sections are
+rehearsed, so that their kernels are compiled when they are timed, alone, one after the other.
+Results are merged into `bench/results/gpu-<card>.{json,md}` after every section. The exit status is
+0 where all sections are complete and every bar is met, 1 where not, 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import RESULTS, make_parser
+from common import make_parser
 from gpu.processes import NO_DEVICE, Outcome, Worker
 from gpu.report import Report
 from gpu.sections import SECTION_BY_NAME, SECTIONS, Scale
 
 MAX_SHARDS = 8
+SIDE_BY_SIDE_SECONDS = 150  # for the kernel suite and the rehearsals together
 
 
 def main() -> int:
@@ -40,11 +41,11 @@ def main() -> int:
     names = arguments.only or [section.name for section in SECTIONS if section.is_default]
     names = [section.name for section in SECTIONS if section.name in names]
     with tempfile.TemporaryDirectory(prefix="sapwood-gpu-check-") as folder:
-        out = arguments.out or (Path(folder) / "dry" if arguments.dry else RESULTS / "gpu-h200")
-        check = Check(scale, arguments.minutes * 60, Path(folder), Report(out, scale))
+        out = arguments.out or (Path(folder) / "dry" if arguments.dry else None)
+        report = Report(scale, out)
+        check = Check(scale, arguments.minutes * 60, Path(folder), report)
         status = check.run(names, arguments.shards)
-        if out.with_name(out.name + ".md").is_file():
-            print(out.with_name(out.name + ".md").read_text(encoding="utf-8"))
+        print(report.markdown)
         return status
 
 
@@ -117,7 +118,7 @@ class Check:
         scale: Scale | None = None,
         shard: tuple[int, int] = (0, 1),
     ) -> list[Outcome]:
-        seconds = min(self._end - time.monotonic(), SECTION_BY_NAME[names[0]].seconds)
+        seconds = min(self._end - time.monotonic(), SIDE_BY_SIDE_SECONDS)
         worker = Worker(names, scale or self._scale, seconds, self._folder, shard)
         outcomes = list(worker.outcomes())
         self._has_no_device |= worker.has_no_device

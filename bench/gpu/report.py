@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import commit
+from common import RESULTS, commit
 
 from gpu.processes import Outcome
 from gpu.sections import SECTIONS, Scale
@@ -18,28 +19,34 @@ ERROR_CHARACTERS = 1500  # of a section's error, from its end
 class Report:
     """Results of sections, each with the card, the versions and the commit it was run with.
 
-    Sections that are run again replace what is there of them, and others stay: `path` without its
-    suffix is where both files are, read at the beginning and written after every section.
+    Sections that are run again replace what is there of them, and others stay. Both files are at
+    `path`, which has no suffix; None: named by the card. Written after every section.
     """
 
-    def __init__(self, path: Path, scale: Scale) -> None:
+    def __init__(self, scale: Scale, path: Path | None) -> None:
         self._path = path
         self._scale = scale
         self._commit = commit()
         self._sections: dict[str, dict[str, Any]] = {}
-        if (document := self._file(".json")).is_file():
-            self._sections = json.loads(document.read_text(encoding="utf-8"))["sections"]
+        if path is not None:
+            self._read(path)
+
+    @property
+    def markdown(self) -> str:
+        return markdown(self._sections)
 
     def add(self, outcomes: Sequence[Outcome]) -> bool:
         """Put in a section's outcome, several where it ran in several processes, and write.
 
         Returns whether it is complete and everything in it is as it should be.
         """
-        name = outcomes[0].section
+        if self._path is None:
+            self._path = RESULTS / f"gpu-{_short_name(outcomes[0].facts.get('card', 'unknown'))}"
+            self._read(self._path)
         errors = [outcome.error for outcome in outcomes if outcome.error]
         worst = next((o.status for o in outcomes if o.status != "complete"), "complete")
         rows = merged_rows([row for outcome in outcomes for row in outcome.rows])
-        self._sections[name] = {
+        self._sections[outcomes[0].section] = {
             "scale": self._scale.value,
             "status": worst,
             "seconds": round(max(outcome.seconds or 0 for outcome in outcomes), 1),
@@ -49,19 +56,26 @@ class Report:
             "errors": [error[-ERROR_CHARACTERS:] for error in errors],
             "rows": rows,
         }
-        self.write()
+        self._write(self._path)
         return worst == "complete" and all(row["is_met"] is not False for row in rows)
 
-    def write(self) -> None:
+    def _read(self, path: Path) -> None:
+        document = path.with_name(path.name + ".json")
+        if document.is_file():
+            self._sections = json.loads(document.read_text(encoding="utf-8"))["sections"]
+
+    def _write(self, path: Path) -> None:
         order = [section.name for section in SECTIONS]
         self._sections = {name: self._sections[name] for name in order if name in self._sections}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"sections": self._sections}, indent=1)
-        self._file(".json").write_text(text + "\n", encoding="utf-8")
-        self._file(".md").write_text(markdown(self._sections), encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"sections": self._sections}, indent=1) + "\n"
+        path.with_name(path.name + ".json").write_text(text, encoding="utf-8")
+        path.with_name(path.name + ".md").write_text(self.markdown, encoding="utf-8")
 
-    def _file(self, suffix: str) -> Path:
-        return self._path.with_name(self._path.name + suffix)
+
+def _short_name(card: str) -> str:
+    """`NVIDIA H200` as the part of a file's name: `h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
 
 
 def merged_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

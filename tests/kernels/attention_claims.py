@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sapwood.kernels import AttentionPlan, PrivateSegment
+from sapwood.kernels.interface import RowCopy
 from tests.kernels.claims import Subject, assert_close, claim
 from tests.kernels.steps import LAYER, SCALE, Edge, Tail, forest, make_step, zeroed
 
@@ -229,7 +230,7 @@ def copied_rows_serve_attention_like_their_source(subject: Subject, num_rows: in
     kv = step.fill(subject.kernels)
     source = int(step.plan.private[0].block_ids[0])
     target = (source + 1) % step.spec.num_blocks
-    subject.kernels.copy_rows(kv, source, target, num_rows)
+    subject.kernels.copy_rows(kv, [RowCopy(source, target, num_rows)])
     moved = PrivateSegment(
         block_ids=np.array([target], dtype=np.int32),
         start=0,
@@ -247,7 +248,7 @@ def copying_leaves_the_other_rows_of_the_target_alone(subject: Subject) -> None:
     step = make_step(subject, [Tail(length=64)], shuffled=False)
     kv = step.fill(subject.kernels)
     before_keys, before_values = kv.keys.clone(), kv.values.clone()
-    subject.kernels.copy_rows(kv, 0, 2, 7)
+    subject.kernels.copy_rows(kv, [RowCopy(0, 2, 7)])
     copied = 7 * step.keys[0].numel()
     assert (kv.keys != before_keys).sum() == copied
     assert (kv.values != before_values).sum() == copied
