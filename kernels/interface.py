@@ -68,6 +68,11 @@ class KVCacheSpec:
         return self.num_blocks * self.block_size
 
     @property
+    def scratch_slot(self) -> int:
+        """The first slot behind all blocks, where a backend has room for rows that are padding."""
+        return self.num_slots
+
+    @property
     def num_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -94,6 +99,22 @@ class PreparedAttention(Protocol):
     def num_kv_tokens_read(self) -> int:
         """Tokens whose keys and values attention reads in one layer, repetitions counted: in one
         with the widest window, or without any, where layers differ."""
+        ...
+
+
+class StaticAttention(PreparedAttention, Protocol):
+    """A plan in memory of the device whose address stays, to be replaced by the next one.
+
+    For steps that are recorded once and replayed: what is launched for it does not depend on the
+    plan, only what is computed.
+    """
+
+    def load(self, plan: AttentionPlan) -> bool:
+        """Become `plan`; False, and nothing has changed, where that does not fit.
+
+        Rows beyond the plan's attend to nothing and result in zeros. What is queued on the current
+        stream before still sees the old plan.
+        """
         ...
 
 
@@ -135,6 +156,16 @@ class Kernels(Protocol):
         """Turn a plan into what `attention` reads in a cache like `spec`, of whatever size.
 
         Once per step, used by every layer.
+        """
+        ...
+
+    def static_attention(
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int
+    ) -> StaticAttention | None:
+        """Room for plans of up to `num_rows` rows that see up to `max_context_len` tokens each.
+
+        None where the backend has no such thing. One that has it allocates caches of one block more
+        than their spec says: slot `spec.scratch_slot` is for rows that are nobody's.
         """
         ...
 

@@ -104,6 +104,9 @@ class ReferenceKernels:
             {window: tuple(_segment_indices(plan, window, spec.device)) for window in spec.windows}
         )
 
+    def static_attention(self, spec: KVCacheSpec, num_rows: int, max_context_len: int) -> None:
+        return None
+
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         kv.keys[layer, slots] = key
         kv.values[layer, slots] = value

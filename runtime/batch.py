@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sapwood.kernels.interface import Kernels, KVCacheSpec
+from sapwood.kernels.segments import AttentionPlan
 from sapwood.kernels.staging import Staging
 from sapwood.runtime.step_plan import Chunk, StepPlan
 
@@ -56,17 +57,33 @@ class BatchArrays(NamedTuple):
         )
 
 
+class StaticBatches(Protocol):
+    """Has memory for some batches that stays where it is (cuda_graphs.py)."""
+
+    def load(self, arrays: BatchArrays, plan: AttentionPlan) -> ForwardBatch | None:
+        """The batch in that memory, which is the next to be run; None where it does not fit."""
+        ...
+
+
 class BatchBuilder:
     """Makes the tensors of plans, for one cache. Belongs to one thread."""
 
-    def __init__(self, kernels: Kernels, spec: KVCacheSpec) -> None:
+    def __init__(
+        self, kernels: Kernels, spec: KVCacheSpec, static: StaticBatches | None = None
+    ) -> None:
+        """A batch that fits in `static` is made there."""
         self._kernels = kernels
         self._spec = spec
+        self._static = static
         self._staging = Staging(spec.device)
 
     def build(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors, brought to the device in one copy beside that of its attention."""
         arrays = BatchArrays.of(plan, self._spec.block_size)
+        if self._static is not None:
+            batch = self._static.load(arrays, plan.attention)
+            if batch is not None:
+                return batch
         return ForwardBatch(
             **self._staging.send(arrays._asdict()),
             attention=self._kernels.plan_attention(plan.attention, self._spec),

@@ -32,17 +32,23 @@ class Model(Protocol):
 class ModelRunner:
     """Runs plans on one model and one KV cache. The KV cache's contents are its only state.
 
-    `masks` are needed where requests are constrained.
+    `masks` are needed where requests are constrained. `batches` makes what `model` takes: where
+    that is a graphed one, it knows of its static batches.
     """
 
     def __init__(
-        self, model: Model, kernels: Kernels, kv: KVCache, masks: TokenMasks | None = None
+        self,
+        model: Model,
+        kernels: Kernels,
+        kv: KVCache,
+        masks: TokenMasks | None = None,
+        batches: BatchBuilder | None = None,
     ) -> None:
         self._model = model
         self._masks = masks
         self._kernels = kernels
         self._kv = kv
-        self._batches = BatchBuilder(kernels, kv.spec)
+        self._batches = batches or BatchBuilder(kernels, kv.spec)
         # Elsewhere threads of the processor only prepare what is computed.
         self._threads = ComputeThreads(max_threads=None if kv.spec.device.type == "cpu" else 1)
 

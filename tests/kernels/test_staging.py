@@ -1,6 +1,7 @@
 """Arrays arrive whole on a device that copies late, as a GPU does."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +16,9 @@ CPU = torch.device("cpu")
 
 @dataclass
 class LateTransfers:
-    """A device whose copies happen when somebody waits for them, in their order."""
+    """A device that does what it was asked for in that order, and only when somebody waits."""
 
-    queue: deque["LateCopy"] = field(default_factory=deque)
+    queue: deque["LateWork"] = field(default_factory=deque)
     num_copies: int = 0
     num_host_buffers: int = 0
 
@@ -28,29 +29,27 @@ class LateTransfers:
     def device_buffer(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 0x5A, dtype=torch.uint8)
 
-    def copy(self, source: Tensor, target: Tensor) -> "LateCopy":
+    def copy(self, source: Tensor, target: Tensor) -> "LateWork":
         self.num_copies += 1
-        late = LateCopy(self, source, target)
-        self.queue.append(late)
-        return late
+        return self.ask(lambda: target.copy_(source))
 
-    def catch_up(self, last: "LateCopy | None" = None) -> None:
-        while self.queue:
-            late = self.queue.popleft()
-            late.target.copy_(late.source)
-            if late is last:
-                return
+    def ask(self, work: Callable[[], object]) -> "LateWork":
+        self.queue.append(LateWork(self, work))
+        return self.queue[-1]
+
+    def catch_up(self, last: "LateWork | None" = None) -> None:
+        """Do all that was asked for, or all up to one thing."""
+        while self.queue and (last is None or last in self.queue):
+            self.queue.popleft().work()
 
 
 @dataclass(eq=False)
-class LateCopy:
+class LateWork:
     device: LateTransfers
-    source: Tensor
-    target: Tensor
+    work: Callable[[], object]
 
     def wait(self) -> None:
-        if self in self.device.queue:
-            self.device.catch_up(self)
+        self.device.catch_up(self)
 
 
 def arrays_of(seed: int, num_rows: int = 5) -> dict[str, np.ndarray]:
