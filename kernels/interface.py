@@ -150,8 +150,8 @@ class StaticAttention(PreparedAttention, Protocol):
     def load(self, plan: AttentionPlan) -> bool:
         """Become `plan`; False, and nothing has changed, where that does not fit.
 
-        Rows beyond the plan's attend to nothing and result in zeros. What is queued on the current
-        stream before still sees the old plan.
+        Rows beyond the plan's attend to nothing, their results are undefined. What is queued on the
+        current stream before still sees the old plan. Before the first, there is a plan of no rows.
         """
         ...
 

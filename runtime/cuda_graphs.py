@@ -10,8 +10,9 @@ memory. So all that differs between two steps lies in buffers that stay where th
               logits                                      one, for the largest graph
 
 Only a few row counts are recorded. A step is padded to the next one: rows that are nobody's have
-token 0 at position 0, write their keys to the cache's scratch slot and attend to nothing. No row
-sees them. Steps of more rows, or of rows without logits (prompts), run as ever.
+token 0 at position 0, write their keys to the cache's scratch slot and attend to nothing. What
+comes out of them is undefined, and no row sees it. Steps of more rows, or of rows without logits
+(prompts), run as ever.
 
 Why a step is never disturbed by the next one, though the host may prepare that while the device
 works: everything is queued on one stream, which runs in order.

@@ -57,12 +57,13 @@ class DenseAttention:
         return True
 
 
-@dataclass
 class RowwiseKernels(ReferenceKernels):
     """Plain torch, one row at a time, so that a row's bits do not depend on how many there are."""
 
-    staging: Staging = field(default_factory=lambda: Staging(torch.device("cpu")))
-    max_tokens: int = 10**9
+    def __init__(self, *, staging: Staging | None = None, max_tokens: int = 10**9) -> None:
+        super().__init__()
+        self.staging = staging or Staging(torch.device("cpu"))
+        self.max_tokens = max_tokens
 
     @property
     def name(self) -> str:
@@ -103,10 +104,11 @@ class RowwiseKernels(ReferenceKernels):
             ]
         )
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return torch.cat(
-            [super(RowwiseKernels, self).rms_norm(row, weight, eps) for row in x.split(1)]
-        )
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
+        rows = [super(RowwiseKernels, self).rms_norm(row, weight, eps) for row in x.split(1)]
+        return torch.cat(rows) if residual is None else torch.cat(rows) + residual
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows = [
@@ -127,7 +129,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """One row [Hq, D] over all slots [L, Hkv, D]; zeros where it sees none."""
+    """One row [Hq, D] over all slots [L, Hkv, D]; not a number where it sees none."""
     group_size = query.shape[0] // keys.shape[1]
     grouped = query.unflatten(0, (-1, group_size)).unsqueeze(2)  # [Hkv, G, 1, D]
     scores = (grouped * keys.transpose(0, 1).unsqueeze(1)).sum(dim=-1) * scale  # [Hkv, G, L]
@@ -136,7 +138,7 @@ def _attend(
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     seen = values.masked_fill(~visible[:, None, None], 0.0).transpose(0, 1).unsqueeze(1)
     attended = (weights.unsqueeze(-1) * seen).sum(dim=2).flatten(0, 1)
-    return attended.masked_fill(~visible.any(), 0.0)
+    return attended.masked_fill(~visible.any(), torch.nan)
 
 
 @dataclass
