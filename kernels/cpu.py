@@ -118,6 +118,9 @@ class CpuKernels:
         reference = partial(self._reference.plan_attention, plan, spec)
         return plan_torch(plan, spec.windows, reference)
 
+    def static_attention(self, spec: KVCacheSpec, num_rows: int, max_context_len: int) -> None:
+        return None
+
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         if kv.spec.is_quantized:
             self._reference.write_kv(kv, layer, key, value, slots)

@@ -72,6 +72,11 @@ class KVCacheSpec:
         return self.num_blocks * self.block_size
 
     @property
+    def scratch_slot(self) -> int:
+        """The first slot behind all blocks, where a backend has room for rows that are padding."""
+        return self.num_slots
+
+    @property
     def is_quantized(self) -> bool:
         """Whether each row of a head has a scale, float32, for its keys and one for its values."""
         return self.dtype in QUANTIZED_KV_DTYPES
@@ -135,6 +140,22 @@ class PreparedAttention(Protocol):
         ...
 
 
+class StaticAttention(PreparedAttention, Protocol):
+    """A plan in memory of the device whose address stays, to be replaced by the next one.
+
+    For steps that are recorded once and replayed: what is launched for it does not depend on the
+    plan, only what is computed.
+    """
+
+    def load(self, plan: AttentionPlan) -> bool:
+        """Become `plan`; False, and nothing has changed, where that does not fit.
+
+        Rows beyond the plan's attend to nothing, their results are undefined. What is queued on the
+        current stream before still sees the old plan. Before the first, there is a plan of no rows.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """What a model computes with. Backends keep no state between calls but memory for weights.
 
@@ -181,6 +202,16 @@ class Kernels(Protocol):
         """Turn a plan into what `attention` reads in a cache like `spec`, of whatever size.
 
         Once per step, used by every layer.
+        """
+        ...
+
+    def static_attention(
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int
+    ) -> StaticAttention | None:
+        """Room for plans of up to `num_rows` rows that see up to `max_context_len` tokens each.
+
+        None where the backend has no such thing. One that has it allocates caches of one block more
+        than their spec says: slot `spec.scratch_slot` is for rows that are nobody's.
         """
         ...
 

@@ -120,6 +120,9 @@ class ReferenceKernels:
             {window: tuple(_segment_indices(plan, window, spec.device)) for window in spec.windows}
         )
 
+    def static_attention(self, spec: KVCacheSpec, num_rows: int, max_context_len: int) -> None:
+        return None
+
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         if kv.key_scales is None or kv.value_scales is None:
             kv.keys[layer, slots] = key

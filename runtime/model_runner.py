@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels.interface import Kernels, KVCache, RowCopy
-from sapwood.runtime.batch import ForwardBatch
+from sapwood.runtime.batch import BatchBuilder, ForwardBatch
 from sapwood.runtime.compute_threads import ComputeThreads
 from sapwood.runtime.request import ChunkResult, SampledToken
 from sapwood.runtime.sampler import SamplingRow, prompt_logprobs, sample
@@ -32,16 +32,23 @@ class Model(Protocol):
 class ModelRunner:
     """Runs plans on one model and one KV cache. The KV cache's contents are its only state.
 
-    `masks` are needed where requests are constrained.
+    `masks` are needed where requests are constrained. `batches` makes what `model` takes: where
+    that is a graphed one, it knows of its static batches.
     """
 
     def __init__(
-        self, model: Model, kernels: Kernels, kv: KVCache, masks: TokenMasks | None = None
+        self,
+        model: Model,
+        kernels: Kernels,
+        kv: KVCache,
+        masks: TokenMasks | None = None,
+        batches: BatchBuilder | None = None,
     ) -> None:
         self._model = model
         self._masks = masks
         self._kernels = kernels
         self._kv = kv
+        self._batches = batches or BatchBuilder(kernels, kv.spec)
         # Elsewhere threads of the processor only prepare what is computed.
         self._threads = ComputeThreads(max_threads=None if kv.spec.device.type == "cpu" else 1)
 
@@ -52,7 +59,7 @@ class ModelRunner:
         if copies:
             self._kernels.copy_rows(self._kv, copies)
         with self._threads.watched():
-            logits = self._model.forward(self._batch(plan), self._kv)
+            logits = self._model.forward(self._batches.build(plan), self._kv)
         by_chunk = torch.split(logits, [chunk.num_logits for chunk in plan.chunks])
         scores = [_scores(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
         sampled = self._sample(plan, logits)
@@ -75,33 +82,6 @@ class ModelRunner:
                 rows.append(row)
         return iter(sample(logits, rows, self._masks))
 
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
-        """The plan's tensors. numpy work per chunk, none in Python per token."""
-        device = self._kv.spec.device
-        block_size = self._kv.spec.block_size
-        input_ids = np.concatenate([chunk.token_ids for chunk in plan.chunks])
-        positions = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
-        blocks = np.concatenate([_blocks_of_rows(c, block_size) for c in plan.chunks])
-        slots = blocks.astype(np.int64) * block_size + positions % block_size
-        ends = np.cumsum([chunk.length for chunk in plan.chunks])
-        logits_rows = [
-            np.arange(end - chunk.num_logits, end)
-            for chunk, end in zip(plan.chunks, ends, strict=True)
-        ]
-        return ForwardBatch(
-            input_ids=_tensor(input_ids, device),
-            positions=_tensor(positions, device),
-            slots=_tensor(slots, device),
-            logits_rows=_tensor(np.concatenate(logits_rows), device),
-            attention=self._kernels.plan_attention(plan.attention, self._kv.spec),
-        )
-
-
-def _blocks_of_rows(chunk: Chunk, block_size: int) -> np.ndarray:
-    """The block that each row of a chunk is written to, int32 [length]."""
-    table = chunk.sequence.held_lease.block_table
-    return table[np.arange(chunk.start, chunk.end) // block_size]
-
 
 def _scores(chunk: Chunk, logits: Tensor) -> TokenScores | None:
     """Of the prompt tokens that follow the first of the chunk's rows with logits."""
@@ -110,7 +90,3 @@ def _scores(chunk: Chunk, logits: Tensor) -> TokenScores | None:
     token_ids = chunk.sequence.token_ids[chunk.first_score :][: chunk.num_scores]
     num_top = chunk.sequence.request.sampling.prompt_logprobs or 0
     return prompt_logprobs(logits[: chunk.num_scores], token_ids, num_top)
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device)
