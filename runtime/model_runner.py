@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood.kernels.interface import Kernels, KVCache
+from sapwood.kernels.interface import Kernels, KVCache, RowCopy
 from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.compute_threads import ComputeThreads
 from sapwood.runtime.request import ChunkResult, SampledToken
@@ -50,8 +50,9 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         """What each chunk of the plan gave, in its order."""
-        for copy in plan.copies:
-            self._kernels.copy_rows(self._kv, copy.source, copy.target, copy.num_rows)
+        copies = [RowCopy(copy.source, copy.target, copy.num_rows) for copy in plan.copies]
+        if copies:
+            self._kernels.copy_rows(self._kv, copies)
         with self._threads.watched():
             logits = self._model.forward(self._batch(plan), self._kv)
         by_chunk = torch.split(logits, [chunk.num_logits for chunk in plan.chunks])

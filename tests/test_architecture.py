@@ -127,6 +127,9 @@ RULES = (
 TORCH_FREE = (
     "kernels/__init__.py",
     "kernels/segments.py",
+    "kernels/specialization.py",
+    "kernels/tiles.py",
+    "kernels/tuning.py",
     "kernels/windows.py",
     "runtime/admission.py",
     "runtime/answer_format.py",
