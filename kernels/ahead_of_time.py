@@ -36,6 +36,7 @@ WARP_SIZE = 32
 MODULES = (
     "sapwood.kernels.triton_attention",
     "sapwood.kernels.triton_elementwise",
+    "sapwood.kernels.triton_kv_cache",
     "sapwood.kernels.triton_sampling",
 )
 

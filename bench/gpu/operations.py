@@ -14,7 +14,14 @@ from gpu.models import QWEN3_8B, TINY_QWEN3
 from gpu.sections import Row
 from gpu.steps import BLOCK_SIZE
 from sapwood.kernels import load_kernels
-from sapwood.kernels.interface import Activation, Kernels, KVCache, KVCacheSpec, RowCopy
+from sapwood.kernels.interface import (
+    Activation,
+    DrawParams,
+    Kernels,
+    KVCache,
+    KVCacheSpec,
+    RowCopy,
+)
 from sapwood.runtime.model_config import ModelConfig
 
 EPS = 1e-6
@@ -173,6 +180,57 @@ def _copies_row(context: Context, kv: KVCache, num_copies: int) -> Row:
 def sampling(context: Context) -> Iterator[Row]:
     yield from _draws(context)
     yield _masking(context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How all rows of a step are drawn from. `top_k` None: all tokens."""
+
+    name: str
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def params(self, num_rows: int, vocab_size: int, device: torch.device) -> DrawParams:
+        noise = np.random.default_rng(11).random(num_rows)
+        of_all = (self.temperature, self.top_k or vocab_size, self.top_p, self.min_p)
+        on_host = np.stack([*(np.full(num_rows, value, np.float64) for value in of_all), noise])
+        return DrawParams(on_host, torch.from_numpy(on_host).to(device))
+
+
+def _draws(context: Context) -> Iterator[Row]:
+    num_rows, vocab_size = context.pick((256, QWEN3_8B.vocab_size), (3, 320))
+    logits = 3.0 * context.random(num_rows, vocab_size, dtype=torch.float32)
+    for draw in (
+        Draw(name="the best token", temperature=0.0),
+        Draw(name="temperature 0.6", temperature=0.6),
+        Draw(name="temperature 0.6, top-p 0.95, top-k 20", temperature=0.6, top_p=0.95, top_k=20),
+        Draw(name="top-p 0.9", top_p=0.9),
+        Draw(name="min-p 0.05", min_p=0.05),
+    ):
+        yield _draw_row(context, draw, logits)
+
+
+def _draw_row(context: Context, draw: Draw, logits: Tensor) -> Row:
+    params = draw.params(*logits.shape, context.device)
+    got = context.kernels.draw_tokens(logits, params)
+    expected = load_kernels("reference").draw_tokens(logits, params)
+    seconds = context.seconds(lambda: context.kernels.draw_tokens(logits, params))
+    with_sort = context.seconds(lambda: load_kernels("reference").draw_tokens(logits, params))
+    return Row(
+        name=f"{logits.shape[0]} rows of {logits.shape[1]:,} logits: {draw.name}",
+        figures={
+            "us": seconds * 1e6,
+            "MB": logits.nbytes / 1e6,
+            "TB/s": logits.nbytes / seconds / 1e12,
+            "% of copy": logits.nbytes / seconds / context.ceilings.copy_bytes * 100,
+            "torch us": with_sort * 1e6,
+            "x of torch": with_sort / seconds,
+        },
+        bar="the same tokens as torch",
+        is_met=torch.equal(got.token_ids, expected.token_ids) and bool(got.is_sound.all()),
+    )
 
 
 def _masking(context: Context) -> Row:
