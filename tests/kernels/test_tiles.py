@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
-from sapwood.kernels.tile_packing import TileCapacity, pack
 from sapwood.kernels.tiles import (
-    TileColumn,
     TileCost,
     TilePlan,
     TileShape,
@@ -25,9 +22,6 @@ from tests.kernels.tile_reader import (
     check_results,
     expected_keys,
     keys_of_rows,
-    places,
-    tiles_of,
-    unpack,
 )
 
 SHAPES = TileShapes(
