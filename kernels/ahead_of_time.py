@@ -4,7 +4,7 @@ Triton compiles for any target; registers, shared memory and spills are read fro
 program with the `cuobjdump` that comes with it. Nothing here needs a GPU or its driver. It does
 need compiled kernels: under TRITON_INTERPRET the functions are not compilable.
 
-    python -m sapwood.kernels.ahead_of_time [--target 90] [--match TEXT] [--one-of-each] [--part 0/2]
+    python -m sapwood.kernels.ahead_of_time [--target 90] [--match TEXT] [--one-of-each]
 
 prints a line of JSON for every specialization and target. `MAX_SHARED_BYTES` is what a program may
 have at most: more compiles, and cannot be launched.
