@@ -119,6 +119,7 @@ def _cache(context: Context, config: ModelConfig, num_layers: int, num_blocks: i
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         num_kv_heads=config.num_key_value_heads,
+        group_size=config.num_attention_heads // config.num_key_value_heads,
         head_dim=config.head_dim,
         dtype=context.kernels.kv_dtype(dtype, config.head_dim),
         device=context.device,
