@@ -75,7 +75,7 @@ class ModelRunner:
             for num_forks in range(chunk.num_samples):
                 row = SamplingRow.of(sequence, last_row, num_forks, num_tried=num_drafts)
                 rows.append(row)
-        return iter(sample(logits, rows, self._masks))
+        return iter(sample(logits, rows, self._masks, self._kernels))
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors. numpy work per chunk, none in Python per token."""
