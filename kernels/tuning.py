@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from sapwood.kernels.tiles import TileShapes
+from sapwood.kernels.tile_shapes import TileShapes
 
 TABLES = Path(__file__).with_name("tuning")
 DEFAULT = "default"

@@ -164,6 +164,7 @@ def make_step(
         dtype=kv_dtype or dtype,
         device=subject.device,
         layer_windows=layer_windows,
+        group_size=num_groups,
     )
     return Step(
         plan=plan,
