@@ -82,7 +82,7 @@ class ModelRunner:
             for num_forks in range(chunk.num_samples):
                 row = SamplingRow.of(sequence, last_row, num_forks, num_tried=num_drafts)
                 rows.append(row)
-        return iter(sample(logits, rows, self._masks))
+        return iter(sample(logits, rows, self._masks, self._kernels))
 
 
 def _scores(chunk: Chunk, logits: Tensor) -> TokenScores | None:
