@@ -100,7 +100,7 @@ class Check:
                 _tell(f"no time is left for {', '.join(left)}")
                 self._is_good = False
                 return
-            worker = Worker(left, self._scale, seconds, self._folder)
+            worker = Worker.of(left, self._scale, seconds, self._folder)
             known = []
             for outcome in worker.outcomes():
                 known.append(outcome.section)
@@ -119,7 +119,7 @@ class Check:
         shard: tuple[int, int] = (0, 1),
     ) -> list[Outcome]:
         seconds = min(self._end - time.monotonic(), SIDE_BY_SIDE_SECONDS)
-        worker = Worker(names, scale or self._scale, seconds, self._folder, shard)
+        worker = Worker.of(names, scale or self._scale, seconds, self._folder, shard)
         outcomes = list(worker.outcomes())
         self._has_no_device |= worker.has_no_device
         if not outcomes and not worker.has_no_device:

@@ -173,10 +173,7 @@ class TritonKernels:
     def plan_tiles(self, plan: AttentionPlan, spec: KVCacheSpec) -> dict[int | None, TilePlan]:
         """The tiles of a step for each of the spec's windows; windows that hide nothing share
         theirs."""
-        shapes = self._table.tile_shapes(
-            head_dim=spec.head_dim, group_size=spec.group_size, kv_bytes=spec.dtype.itemsize
-        )
-        num_programs = _num_programs(shapes, spec)
+        shapes, num_programs = self._shapes(spec), self.num_programs(spec)
         plans = {
             window: plan_tiles(
                 plan,
@@ -189,6 +186,15 @@ class TritonKernels:
             for window in {narrowed(plan, window) for window in spec.windows}
         }
         return {window: plans[narrowed(plan, window)] for window in spec.windows}
+
+    def num_programs(self, spec: KVCacheSpec) -> int:
+        """Programs of narrow tiles that the device runs at once, over all KV heads."""
+        return _num_programs(self._shapes(spec), spec)
+
+    def _shapes(self, spec: KVCacheSpec) -> TileShapes:
+        return self._table.tile_shapes(
+            head_dim=spec.head_dim, group_size=spec.group_size, kv_bytes=spec.dtype.itemsize
+        )
 
     def static_attention(
         self, spec: KVCacheSpec, num_rows: int, capacity: TileCapacity
