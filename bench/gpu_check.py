@@ -45,7 +45,8 @@ def main() -> int:
         report = Report(scale, out)
         check = Check(scale, arguments.minutes * 60, Path(folder), report)
         status = check.run(names, arguments.shards)
-        print(report.markdown)
+        if status != NO_DEVICE:
+            print(report.markdown)
         return status
 
 
@@ -67,6 +68,7 @@ class Check:
         self._run_side_by_side(sharded, measured if len(names) > 1 else [], num_shards)
         self._run_one_by_one(measured)
         if self._has_no_device:
+            _tell("torch sees no GPU here; --dry runs the check without one")
             return NO_DEVICE
         return 0 if self._is_good else 1
 

@@ -95,8 +95,8 @@ def worker(folder: Path, script: str, seconds: float = 20.0) -> Worker:
         "import json, sys, time\n"
         "file = open(sys.argv[-1], 'a')\n"
         "def say(event, **values):\n"
-        "    print(json.dumps({'event': event, 'section': 'decode', **values}), file=file, flush=True)\n"
-        + textwrap.dedent(script)
+        "    line = json.dumps({'event': event, 'section': 'decode', **values})\n"
+        "    print(line, file=file, flush=True)\n" + textwrap.dedent(script)
     )
     command = [sys.executable, str(path)]
     return Worker(command, folder, seconds=seconds, environment=os.environ, grace=0.0)
