@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sapwood.kernels import composed
+from sapwood.kernels import composed, triton_sampling
 from sapwood.kernels.interface import (
     QUANTIZED_KV_DTYPES,
     Activation,
+    DrawnTokens,
+    DrawParams,
     HeadNorms,
     KVCache,
     KVCacheSpec,
@@ -263,6 +265,9 @@ class TritonKernels:
 
     def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
         self._reference.mask_logits(logits, rows, allowed)
+
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        return triton_sampling.draw_tokens(logits, params)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
