@@ -36,6 +36,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,18 +46,18 @@ from torch import Tensor
 
 from sapwood.kernels.drawing import best_bits
 from sapwood.kernels.interface import DrawnTokens, DrawParams
+from sapwood.kernels.kernel_form import KernelForm
 from sapwood.kernels.specialization import Specialization
 
 _NO_EDGE = tl.constexpr(-(2**31))  # below the order of every float: all tokens are kept
 _NOT_A_NUMBER = tl.constexpr(2**31 - 1)  # above the order of every float
 _WHOLE_FROM = tl.constexpr(2.0**52)  # float64 numbers have no fraction from here on
-_NUM_STAGES = 2
 _NUM_PIVOTS = tl.constexpr(8)  # in a pass of the search for an edge
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _order(x):  # type: ignore[no-untyped-def]
+def _order(x: tl.tensor) -> tl.tensor:
     """int32 with the order of float32 `x`, of -0.0 that of 0.0; NaN above all."""
     bits = x.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -64,21 +66,21 @@ def _order(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _value(order):  # type: ignore[no-untyped-def]
+def _value(order: tl.tensor) -> tl.tensor:
     """The float32 of which `order` is the order."""
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _distance(x, best, temperature):  # type: ignore[no-untyped-def]
+def _distance(x: tl.tensor, best: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """float64 in nats below the best; infinite for tokens that were taken out."""
     # In two steps, so that a tiny temperature gives infinities and not NaN.
     return (best - x).to(tl.float64) / temperature
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight(distance, min_p, BEST_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _weight(distance: tl.tensor, min_p: tl.tensor, BEST_BITS: tl.constexpr) -> tl.tensor:
     """int64: a share of 2 ** BEST_BITS, rounded half to even; 0 below `min_p` of the best."""
     relative = tl.exp(-distance)
     scaled = relative * (1 << BEST_BITS)
@@ -86,15 +88,35 @@ def _weight(distance, min_p, BEST_BITS: tl.constexpr):  # type: ignore[no-untype
     return tl.where(relative < min_p, 0, rounded.to(tl.int64))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _bin(distance, BEST_BITS: tl.constexpr, NUM_BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _bin(distance: tl.tensor, BEST_BITS: tl.constexpr, NUM_BINS: tl.constexpr) -> tl.tensor:
     """int32 [0, NUM_BINS): of equal widths, the last for what has no weight for certain."""
     per_nat: tl.constexpr = (NUM_BINS - 1) / ((BEST_BITS + 2) * _LN_2)
     return tl.minimum(distance * per_nat, NUM_BINS - 1.0).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _best_of(best_ptr, row, num_spans, MAX_SPANS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _mass_up_to_bins(
+    num_in_bin: tl.tensor, mass: tl.tensor, BEST_BITS: tl.constexpr, NUM_BINS: tl.constexpr
+) -> tl.tensor:
+    """float64 [NUM_BINS], which the tokens up to each bin have at least, of a row's whole mass.
+
+    What its tokens would have at their bins' far ends, or the whole without what the others would
+    have at the near ends of theirs. Sums and weights are rounded, so it is not quite certain.
+    """
+    per_nat: tl.constexpr = (NUM_BINS - 1) / ((BEST_BITS + 2) * _LN_2)
+    near_end = tl.arange(0, NUM_BINS).to(tl.float64) / per_nat
+    num = num_in_bin.to(tl.float64)
+    at_near_end = num * tl.exp(-near_end) * (1 << BEST_BITS)
+    at_far_end = num * tl.exp(-(near_end + 1.0 / per_nat)) * (1 << BEST_BITS)
+    beyond = tl.sum(at_near_end) - tl.cumsum(at_near_end, axis=0)
+    return tl.maximum(tl.cumsum(at_far_end, axis=0), mass - beyond)
+
+
+@triton.jit
+def _best_of(
+    best_ptr: tl.tensor, row: tl.tensor, num_spans: tl.tensor, MAX_SPANS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """The highest logit of a row, and the first token that has it."""
     spans = tl.arange(0, MAX_SPANS)
     lowest = tl.full([MAX_SPANS], -(2**63), tl.int64)
@@ -103,12 +125,20 @@ def _best_of(best_ptr, row, num_spans, MAX_SPANS: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _is_sound(best):  # type: ignore[no-untyped-def]
+def _is_sound(best: tl.tensor) -> tl.tensor:
     return tl.abs(best) < float("inf")  # NaN is not
 
 
-@triton.jit(do_not_specialize=["vocab_size", "span", "num_spans"])  # type: ignore[untyped-decorator]
-def _find_best(logits_ptr, stride, best_ptr, vocab_size, span, num_spans, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["vocab_size", "span", "num_spans"])
+def _find_best(
+    logits_ptr: tl.tensor,
+    stride: tl.tensor,
+    best_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    span: tl.tensor,
+    num_spans: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     """For each row and span an int64: the order of the highest logit, then 2 ** 31 - 1 - token."""
     row, span_id = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = span_id * span
@@ -123,23 +153,23 @@ def _find_best(logits_ptr, stride, best_ptr, vocab_size, span, num_spans, BLOCK:
     tl.store(best_ptr + row * num_spans + span_id, tl.max(highest))
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])  # type: ignore[untyped-decorator]
-def _weigh(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    stride,
-    params_ptr,
-    best_ptr,
-    masses_ptr,
-    counts_ptr,
-    num_rows,
-    vocab_size,
-    span,
-    num_spans,
+@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])
+def _weigh(
+    logits_ptr: tl.tensor,
+    stride: tl.tensor,
+    params_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    vocab_size: tl.tensor,
+    span: tl.tensor,
+    num_spans: tl.tensor,
     BEST_BITS: tl.constexpr,
     NUM_BINS: tl.constexpr,
     MAX_SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """The mass of each span, and of rows with top_k or top_p how many tokens each bin has."""
     row, span_id = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(params_ptr + row)
@@ -169,33 +199,35 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _is_ranked(params_ptr, row, num_rows, vocab_size):  # type: ignore[no-untyped-def]
+def _is_ranked(
+    params_ptr: tl.tensor, row: tl.tensor, num_rows: tl.tensor, vocab_size: tl.tensor
+) -> tl.tensor:
     top_k = tl.load(params_ptr + num_rows + row)
     top_p = tl.load(params_ptr + 2 * num_rows + row)
     return (top_k < vocab_size) | (top_p < 1.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])  # type: ignore[untyped-decorator]
-def _gather(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    stride,
-    params_ptr,
-    best_ptr,
-    masses_ptr,
-    counts_ptr,
-    values_ptr,
-    ids_ptr,
-    num_gathered_ptr,
-    num_rows,
-    vocab_size,
-    span,
-    num_spans,
+@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])
+def _gather(
+    logits_ptr: tl.tensor,
+    stride: tl.tensor,
+    params_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    num_gathered_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    vocab_size: tl.tensor,
+    span: tl.tensor,
+    num_spans: tl.tensor,
     CAPACITY: tl.constexpr,
     BEST_BITS: tl.constexpr,
     NUM_BINS: tl.constexpr,
     MAX_SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """The logits and ids, in their order, of the tokens in a row's first bins.
 
     As many bins as have top_k tokens, or else top_p of the row's mass. How many tokens they are, or
@@ -218,12 +250,9 @@ def _gather(  # type: ignore[no-untyped-def]
         else:
             top_p = tl.load(params_ptr + 2 * num_rows + row)
             masses = tl.load(masses_ptr + row * num_spans + spans, spans < num_spans, other=0)
-            wanted = top_p * tl.sum(masses).to(tl.float64)
-            # A bin has at least what its tokens would have at its far end.
-            per_nat: tl.constexpr = (NUM_BINS - 1) / ((BEST_BITS + 2) * _LN_2)
-            far_end = tl.exp(-(bins + 1).to(tl.float64) / per_nat) * (1 << BEST_BITS)
-            at_least = tl.cumsum(num_in_bin.to(tl.float64) * far_end, axis=0)
-            num_short = tl.sum((at_least < wanted).to(tl.int32))
+            mass = tl.sum(masses).to(tl.float64)
+            at_least = _mass_up_to_bins(num_in_bin, mass, BEST_BITS, NUM_BINS)
+            num_short = tl.sum((at_least < top_p * mass).to(tl.int32))
         last_bin = tl.minimum(num_short, NUM_BINS - 2)
 
         is_gathered = (bins <= last_bin)[None, :]
@@ -252,8 +281,8 @@ def _gather(  # type: ignore[no-untyped-def]
                     place += num_taken
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _lowest(source_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _lowest(source_ptr: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """The order of the lowest of `n` logits."""
     offsets = tl.arange(0, BLOCK)
     lowest = tl.full([BLOCK], _NOT_A_NUMBER, tl.int32)
@@ -264,8 +293,10 @@ def _lowest(source_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.min(lowest)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _num_from(source_ptr, n, order, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _num_from(
+    source_ptr: tl.tensor, n: tl.tensor, order: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
     """How many of `n` logits have at least this order."""
     offsets = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
@@ -276,10 +307,17 @@ def _num_from(source_ptr, n, order, BLOCK: tl.constexpr):  # type: ignore[no-unt
     return tl.sum(found)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mass_from(  # type: ignore[no-untyped-def]
-    source_ptr, n, order, best, temperature, min_p, BEST_BITS: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _mass_from(
+    source_ptr: tl.tensor,
+    n: tl.tensor,
+    order: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    min_p: tl.tensor,
+    BEST_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     """The weights of those of `n` logits that have at least this order."""
     offsets = tl.arange(0, BLOCK)
     masses = tl.zeros([BLOCK], tl.int64)
@@ -290,10 +328,18 @@ def _mass_from(  # type: ignore[no-untyped-def]
     return tl.sum(masses)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _kept_weights(  # type: ignore[no-untyped-def]
-    x, is_in, best, temperature, min_p, edge, num_ties, ties_before, BEST_BITS: tl.constexpr
-):
+@triton.jit
+def _kept_weights(
+    x: tl.tensor,
+    is_in: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    min_p: tl.tensor,
+    edge: tl.tensor,
+    num_ties: tl.tensor,
+    ties_before: tl.tensor,
+    BEST_BITS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """Weights of some tokens, before which there are so many at the edge: 0 of those left out."""
     order = _order(x)
     is_tie = (is_in & (order == edge)).to(tl.int32)
@@ -305,19 +351,19 @@ def _kept_weights(  # type: ignore[no-untyped-def]
     return tl.where(is_kept, weight, 0), tl.sum(is_tie)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _passes(  # type: ignore[no-untyped-def]
-    source_ptr,
-    n,
-    target,
-    best,
-    temperature,
-    min_p,
-    edge,
-    num_ties,
+@triton.jit
+def _passes(
+    source_ptr: tl.tensor,
+    n: tl.tensor,
+    target: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    min_p: tl.tensor,
+    edge: tl.tensor,
+    num_ties: tl.tensor,
     BEST_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> tl.tensor:
     """Where in `n` logits the cumulative weight of what is kept first exceeds `target`."""
     offsets = tl.arange(0, BLOCK)
     mass_before = tl.full([], 0, tl.int64)
@@ -348,32 +394,32 @@ def _passes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _target(noise, mass):  # type: ignore[no-untyped-def]
+def _target(noise: tl.tensor, mass: tl.tensor) -> tl.tensor:
     """The cumulative weight that the token passes: below `mass`, also where its product rounds."""
     return tl.minimum((noise * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])  # type: ignore[untyped-decorator]
-def _pick(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    stride,
-    params_ptr,
-    best_ptr,
-    masses_ptr,
-    values_ptr,
-    ids_ptr,
-    num_gathered_ptr,
-    token_ids_ptr,
-    is_sound_ptr,
-    num_rows,
-    vocab_size,
-    span,
-    num_spans,
+@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])
+def _pick(
+    logits_ptr: tl.tensor,
+    stride: tl.tensor,
+    params_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    num_gathered_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    is_sound_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    vocab_size: tl.tensor,
+    span: tl.tensor,
+    num_spans: tl.tensor,
     CAPACITY: tl.constexpr,
     BEST_BITS: tl.constexpr,
     MAX_SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """The token of each row: the best, or the one that is drawn."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(params_ptr + row)
@@ -426,18 +472,18 @@ def _pick(  # type: ignore[no-untyped-def]
     tl.store(token_ids_ptr + row, token)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edge(  # type: ignore[no-untyped-def]
-    source_ptr,
-    n,
-    wanted,
-    low,
-    best,
-    temperature,
+@triton.jit
+def _edge(
+    source_ptr: tl.tensor,
+    n: tl.tensor,
+    wanted: tl.tensor,
+    low: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
     BY_MASS: tl.constexpr,
     BEST_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> tl.tensor:
     """The highest order from which on up the tokens have the `wanted` mass, or are that many.
 
     They do from `low` on, which is not asked. Each pass cuts what is left in NUM_PIVOTS + 1 parts.
@@ -466,7 +512,9 @@ def _edge(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ties_to_reach(wanted, above, weight, n):  # type: ignore[no-untyped-def]
+def _ties_to_reach(
+    wanted: tl.tensor, above: tl.tensor, weight: tl.tensor, n: tl.tensor
+) -> tl.tensor:
     """How many of at most `n` tokens of one weight it takes, with the mass above, at least one."""
     low = tl.full([], 1, tl.int32)
     high = tl.maximum(n, 1)
@@ -479,41 +527,41 @@ def _ties_to_reach(wanted, above, weight, n):  # type: ignore[no-untyped-def]
     return low
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mass_kept(  # type: ignore[no-untyped-def]
-    source_ptr,
-    n,
-    edge,
-    num_ties,
-    best,
-    temperature,
-    min_p,
+@triton.jit
+def _mass_kept(
+    source_ptr: tl.tensor,
+    n: tl.tensor,
+    edge: tl.tensor,
+    num_ties: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    min_p: tl.tensor,
     BEST_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> tl.tensor:
     """The weights above the edge, and of so many tokens at it."""
     above = _mass_from(source_ptr, n, edge + 1, best, temperature, min_p, BEST_BITS, BLOCK)
     at_edge = _weight(_distance(_value(edge), best, temperature), min_p, BEST_BITS)
     return above + tl.where(num_ties > 0, num_ties.to(tl.int64) * at_edge, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _picked_of_best(  # type: ignore[no-untyped-def]
-    row_ptr,
-    values_ptr,
-    ids_ptr,
-    num_gathered,
-    vocab_size,
-    top_k,
-    top_p,
-    mass,
-    noise,
-    best,
-    temperature,
-    min_p,
+@triton.jit
+def _picked_of_best(
+    row_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    num_gathered: tl.tensor,
+    vocab_size: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    mass: tl.tensor,
+    noise: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    min_p: tl.tensor,
     BEST_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> tl.tensor:
     """The token that is drawn of those that top_k, then top_p, then min_p leave."""
     has_top_k = top_k < vocab_size
     is_gathered = num_gathered >= 0
@@ -569,13 +617,13 @@ def _picked_of_best(  # type: ignore[no-untyped-def]
 class SamplingShape:
     """How the work is cut. Reasoned for an H200, not measured.
 
-    With `num_programs` programs or more all multiprocessors have some; a row is cut into at most
-    `max_spans` of them, and into one where there are that many rows. `capacity` tokens of a row can
-    be gathered: 64 KiB a row. More bins make fewer tokens that are gathered beyond the edge: with
-    128, of a quarter nat each, about a quarter of them.
+    A row is cut into as many spans, at most `max_spans`, as it takes for `num_programs` programs:
+    four or five for each that the device runs at a time, so that the last ones leave little of it
+    idle. `capacity` tokens of a row can be gathered, in 64 KiB. Bins are a quarter of a nat wide
+    with 128 of them: then up to about a quarter more mass is gathered than is kept.
     """
 
-    block: int = 1024
+    block: int = 1024  # tokens that a program works on at a time
     num_warps: int = 4
     pick_block: int = 512
     num_pick_warps: int = 4
@@ -585,90 +633,116 @@ class SamplingShape:
     num_programs: int = 4096
     max_rows: int = 1024  # at once: bounds the memory for what is gathered
 
+    def num_spans(self, num_rows: int, vocab_size: int) -> int:
+        """At most; whole blocks in each may need fewer."""
+        num_wanted: int = triton.cdiv(self.num_programs, num_rows)
+        num_blocks: int = triton.cdiv(vocab_size, self.block)
+        return min(self.max_spans, num_blocks, num_wanted)
+
+
+class _Forms(NamedTuple):
+    """The forms of the kernels for one vocabulary."""
+
+    find_best: KernelForm
+    weigh: KernelForm
+    gather: KernelForm
+    pick: KernelForm
+
+    @classmethod
+    def of(cls, vocab_size: int, shape: SamplingShape) -> _Forms:
+        block = {"BLOCK": shape.block}
+        capacity = {"CAPACITY": shape.capacity}
+        row = {"BEST_BITS": best_bits(vocab_size), "MAX_SPANS": shape.max_spans}
+        binned = {**row, "NUM_BINS": shape.num_bins}
+        pick_block = {"BLOCK": shape.pick_block}
+        return cls(
+            find_best=KernelForm(block, shape.num_warps),
+            weigh=KernelForm({**binned, **block}, shape.num_warps),
+            gather=KernelForm({**binned, **capacity, **block}, shape.num_warps),
+            pick=KernelForm({**row, **capacity, **pick_block}, shape.num_pick_warps),
+        )
+
 
 def draw_tokens(
     logits: Tensor, params: DrawParams, shape: SamplingShape | None = None
 ) -> DrawnTokens:
-    """Draw from each row of `logits` float32 [n, vocab_size], which stay as they are.
-
-    Two to four launches, without waiting for the device.
-    """
+    """`Kernels.draw_tokens`, in two to four launches."""
     shape = shape or SamplingShape()
-    num_rows, vocab_size = logits.shape
+    num_rows = len(logits)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_sound = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     for start in range(0, num_rows, shape.max_rows):
         rows = slice(start, min(start + shape.max_rows, num_rows))
-        drawn = DrawnTokens(token_ids[rows], is_sound[rows])
-        _launch(logits[rows], params.part(rows), drawn, shape)
+        _launch(logits[rows], params.part(rows), token_ids[rows], is_sound[rows], shape)
     return DrawnTokens(token_ids, is_sound)
 
 
-def _launch(logits: Tensor, params: DrawParams, drawn: DrawnTokens, shape: SamplingShape) -> None:
+def _launch(
+    logits: Tensor, params: DrawParams, token_ids: Tensor, is_sound: Tensor, shape: SamplingShape
+) -> None:
+    """Draw from a bounded number of rows into `token_ids` and `is_sound`."""
     num_rows, vocab_size = logits.shape
-    has_drawn = len(params.drawn_rows) > 0
-    has_ranked = len(params.ranked_rows(vocab_size)) > 0
-    num_spans = min(
-        shape.max_spans, -(-vocab_size // shape.block), -(-shape.num_programs // num_rows)
-    )
-    span = -(-vocab_size // (num_spans * shape.block)) * shape.block
-    num_spans = -(-vocab_size // span)
+    num_blocks = triton.cdiv(vocab_size, shape.block)
+    span = triton.cdiv(num_blocks, shape.num_spans(num_rows, vocab_size)) * shape.block
+    num_spans = triton.cdiv(vocab_size, span)
     num_cells = num_rows * num_spans
+    # Kernels that do not run need no memory between them, and those that do not read it no address.
+    num_drawn_cells = num_cells if len(params.drawn_rows) else 0
+    num_ranked_cells = num_cells if len(params.ranked_rows(vocab_size)) else 0
+    num_gatherable = num_rows * shape.capacity if num_ranked_cells else 0
 
     def empty(size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=logits.device)
 
-    num_gatherable = num_rows * shape.capacity if has_ranked else 0
     best = empty(num_cells, torch.int64)
-    masses = empty(num_cells if has_drawn else 0, torch.int64)
-    counts = empty(num_cells * shape.num_bins if has_ranked else 0, torch.int32)
+    masses = empty(num_drawn_cells, torch.int64)
+    counts = empty(num_ranked_cells * shape.num_bins, torch.int32)
     values = empty(num_gatherable, torch.float32)
     ids = empty(num_gatherable, torch.int32)
-    num_gathered = empty(num_rows if has_ranked else 0, torch.int32)
+    num_gathered = empty(num_rows, torch.int32)
 
-    sizes = (vocab_size, span, num_spans)
+    forms = _Forms.of(vocab_size, shape)
     source = (logits, logits.stride(0))
-    constants = {"BLOCK": shape.block, "num_warps": shape.num_warps}
-    weighing = {
-        "BEST_BITS": best_bits(vocab_size),
-        "MAX_SPANS": shape.max_spans,
-        **constants,
-    }
     cells = (num_rows, num_spans)
-    _find_best[cells](*source, best, *sizes, **constants)
-    if has_drawn:
+    sizes = (vocab_size, span, num_spans)
+    _find_best[cells](
+        *source, best, *sizes, **forms.find_best.constants, num_warps=forms.find_best.num_warps
+    )
+    if num_drawn_cells:
         _weigh[cells](
-            *source, params.on_device, best, masses, counts, num_rows, *sizes,
-            NUM_BINS=shape.num_bins, **weighing,
-        )  # fmt: skip
-    if has_ranked:
+            *source,
+            *(params.on_device, best, masses, counts),
+            *(num_rows, *sizes),
+            **forms.weigh.constants,
+            num_warps=forms.weigh.num_warps,
+        )
+    if num_ranked_cells:
         _gather[cells](
-            *source, params.on_device, best, masses, counts, values, ids, num_gathered,
-            num_rows, *sizes, NUM_BINS=shape.num_bins, CAPACITY=shape.capacity, **weighing,
-        )  # fmt: skip
+            *source,
+            *(params.on_device, best, masses, counts, values, ids, num_gathered),
+            *(num_rows, *sizes),
+            **forms.gather.constants,
+            num_warps=forms.gather.num_warps,
+        )
     _pick[(num_rows,)](
-        *source, params.on_device, best, masses, values, ids, num_gathered,
-        drawn.token_ids, drawn.is_sound.view(torch.uint8), num_rows, *sizes,
-        CAPACITY=shape.capacity, **weighing,
-    )  # fmt: skip
+        *source,
+        *(params.on_device, best, masses, values, ids, num_gathered),
+        *(token_ids, is_sound.view(torch.uint8)),
+        *(num_rows, *sizes),
+        **forms.pick.constants,
+        num_warps=forms.pick.num_warps,
+    )
 
 
-# Of the vocabularies of: SmolLM2 and Mistral, Llama 3, Qwen 3 and the first Gemmas, Gemma 3.
+# SmolLM2 and Mistral; Llama 3; Qwen 3 and the first Gemmas; Gemma 3.
 _VOCAB_SIZES = (49_152, 128_256, 151_936, 262_144)
 
-
-def specializations() -> Iterator[Specialization]:
-    """The kernels for the vocabularies of common models."""
-    shape = SamplingShape()
-    for vocab_size in _VOCAB_SIZES:
-        yield from _specializations(vocab_size, shape)
-
-
-def _specializations(vocab_size: int, shape: SamplingShape) -> Iterator[Specialization]:
-    pointers = {
+_SIGNATURE = MappingProxyType(
+    {
         "logits_ptr": "*fp32",
+        "stride": "i32:16",
         "params_ptr": "*fp64",
         "best_ptr": "*i64",
         "masses_ptr": "*i64",
@@ -677,30 +751,22 @@ def _specializations(vocab_size: int, shape: SamplingShape) -> Iterator[Speciali
         "ids_ptr": "*i32",
         "num_gathered_ptr": "*i32",
         "token_ids_ptr": "*i64",
-        "is_sound_ptr": "*u8:1",
+        "is_sound_ptr": "*u8",
+        "num_rows": "i32",
+        "vocab_size": "i32",
+        "span": "i32",
+        "num_spans": "i32",
     }
-    numbers = dict.fromkeys(("num_rows", "vocab_size", "span", "num_spans"), "i32")
-    signature = {**pointers, "stride": "i32:16", **numbers}
-    constants = {
-        "BEST_BITS": best_bits(vocab_size),
-        "NUM_BINS": shape.num_bins,
-        "MAX_SPANS": shape.max_spans,
-        "CAPACITY": shape.capacity,
-        "BLOCK": shape.block,
-    }
-    for function, num_warps in (
-        (_find_best, shape.num_warps),
-        (_weigh, shape.num_warps),
-        (_gather, shape.num_warps),
-        (_pick, shape.num_pick_warps),
-    ):
-        names = function.arg_names
-        yield Specialization(
-            name=f"{function.__name__.strip('_')} of {vocab_size} tokens",
-            function=function,
-            signature={name: signature[name] for name in names if name in signature},
-            constants={name: constants[name] for name in names if name in constants}
-            | ({"BLOCK": shape.pick_block} if function is _pick else {}),
-            num_warps=num_warps,
-            num_stages=_NUM_STAGES,
-        )
+)
+
+
+def specializations() -> Iterator[Specialization]:
+    """The forms for the vocabularies of common models."""
+    for vocab_size in _VOCAB_SIZES:
+        forms = _Forms.of(vocab_size, SamplingShape())
+        for function, form in zip((_find_best, _weigh, _gather, _pick), forms, strict=True):
+            signature = {
+                name: text for name, text in _SIGNATURE.items() if name in function.arg_names
+            }
+            name = f"{function.__name__.strip('_').replace('_', '-')}-{vocab_size}"
+            yield form.specialization(name, function, signature)
