@@ -39,6 +39,7 @@ from sapwood.kernels.interface import Kernels, KVCache, StaticAttention
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.kernels.staging import Staging
 from sapwood.runtime.batch import BatchArrays, ForwardBatch
+from sapwood.runtime.errors import ConfigError
 from sapwood.runtime.model_runner import Model
 
 _FIRST_ROW_COUNTS = (1, 2, 4)
@@ -68,6 +69,31 @@ def graph_row_counts(max_rows: int) -> tuple[int, ...]:
     """The row counts to record for steps of up to `max_rows` rows, ascending; `max_rows` is one."""
     more = range(_ROW_COUNT_STEP, max_rows, _ROW_COUNT_STEP)
     return (*(count for count in (*_FIRST_ROW_COUNTS, *more) if count < max_rows), max_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlan:
+    """Which steps of a model become graphs, recorded by what, and whether before any request."""
+
+    row_counts: tuple[int, ...]  # ascending
+    vocab_size: int
+    max_context_len: int  # tokens that a row may see
+    recorder: GraphRecorder
+    at_start: bool
+
+    def over(
+        self, model: Model, kernels: Kernels, kv: KVCache, row_counts: tuple[int, ...] = ()
+    ) -> GraphedModel:
+        """The model with graphs over `kv`, of some row counts or of all."""
+        return GraphedModel(
+            model,
+            kernels,
+            kv,
+            self.recorder,
+            row_counts=row_counts or self.row_counts,
+            vocab_size=self.vocab_size,
+            max_context_len=self.max_context_len,
+        )
 
 
 class GraphedModel:
@@ -237,15 +263,22 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], None]) -> Recording:
-        """Raises RuntimeError for what a graph cannot hold."""
+        """Raises ConfigError for what a graph cannot hold."""
         self._warm_up(run)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may ask the device for memory meanwhile, which a recording in the global
-        # mode would forbid them.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
+        try:
+            # Other threads may ask the device for memory meanwhile, which a recording in the
+            # global mode would forbid them.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a step could not be recorded as a CUDA graph: {error}; set cuda_graphs to none"
+            ) from error
         return graph
 
     def _warm_up(self, run: Callable[[], None]) -> None:
