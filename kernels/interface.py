@@ -34,7 +34,8 @@ class KVCacheSpec:
 
     `layer_windows` has an entry for each layer, or none at all where every layer is full: how many
     tokens a row sees, itself and those just before it, or None for all of them (Beltagy et al.
-    2020). Windowed layers keep all tokens as well: a prefix is shared whole.
+    2020). Windowed layers keep all tokens as well: a prefix is shared whole. `group_size` is how
+    many query heads read each KV head at most, which a backend may make its plans for.
     """
 
     num_layers: int
@@ -45,9 +46,13 @@ class KVCacheSpec:
     dtype: torch.dtype
     device: torch.device
     layer_windows: tuple[int | None, ...] = ()
+    group_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"):
+        for name in (
+            *("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"),
+            "group_size",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be positive")
         if self.layer_windows and len(self.layer_windows) != self.num_layers:

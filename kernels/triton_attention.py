@@ -27,10 +27,30 @@ What is reasoned, and to be measured on a device:
 
 from __future__ import annotations
 
+import math
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from sapwood.kernels.interface import KVCache
+from sapwood.kernels.tile_packing import WindowSections
+from sapwood.kernels.tile_shapes import TileShape
+
+NUM_SCRATCH_BLOCKS = 1
+"""Blocks behind those of a spec that belong to nobody: padded rows of a CUDA graph write there."""
+
+_MIN_ROWS_UNMASKED = 64  # of a tile whose leading keys go through a loop without masks
+_MERGED_AT_ONCE = 8  # partial results: 8 heads of 128 in float32 are 32 registers of a warp
+_MERGE_WARPS = 1
+_TRITON_DTYPES = MappingProxyType(
+    {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+)
+
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _E4M3_UNIT = tl.constexpr(256.0)  # of what `_decoded` makes of an e4m3 number
 
 
@@ -172,8 +192,7 @@ def attend_tiles(
                 scores = tl.where(is_seen, scores, float("-inf"))
 
             new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-            # 2^(-inf - 0) is 0, as it has to be for a row that has seen no key, 2^(-inf + inf) not.
-            base = tl.where(new_max == float("-inf"), 0.0, new_max) if is_masked else new_max
+            base = _base(new_max) if is_masked else new_max
             weights = tl.exp2(scores * factor - base[:, None])
             shrink = tl.exp2(row_max - base)
             row_max = new_max
@@ -196,14 +215,13 @@ def attend_tiles(
             sink = tl.load(sinks + query_head).to(tl.float32) * _LOG2_E
             total, row_sum = _with_sink(total, row_max, row_sum, sink)
         out_at = (row.to(tl.int64) * num_heads + query_head) * HEAD_DIM
-        final = (total / row_sum[:, None]).to(out.dtype.element_ty)
+        final = (total / _divisor(row_sum)[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_at[:, None] + dims[None, :], final, mask=is_stored)
     else:
-        # A row without any key: no division by 0, and a log-sum-exp of minus infinity.
         lse_at = (partial + row_of_tile) * num_heads + query_head
         part_at = lse_at.to(tl.int64) * HEAD_DIM
-        part = total / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        tl.store(partial_lse + lse_at, row_max + tl.log2(row_sum), mask=is_row)
+        part = total / _divisor(row_sum)[:, None]
+        tl.store(partial_lse + lse_at, row_max + tl.log2(_divisor(row_sum)), mask=is_row)
         tl.store(partial_out + part_at[:, None] + dims[None, :], part, mask=is_stored)
 
 
@@ -251,7 +269,7 @@ def merge_partials(
         is_number = is_part[:, None] & is_dim[None, :]
         parts = tl.load(partial_out + part_at, mask=is_number, other=0.0)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        base = _base(new_max)
         weights = tl.exp2(lse - base)
         shrink = tl.exp2(row_max - base)
         row_max = new_max
@@ -259,9 +277,9 @@ def merge_partials(
         total = total * shrink + tl.sum(weights[:, None] * parts, 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
-        total_max = tl.maximum(row_max, sink)
-        shrink = tl.exp2(row_max - total_max)
-        row_sum = row_sum * shrink + tl.exp2(sink - total_max)
+        base = _base(tl.maximum(row_max, sink))
+        shrink = tl.exp2(row_max - base)
+        row_sum = row_sum * shrink + tl.exp2(sink - base)
         total = total * shrink
     result_at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     result = (total / row_sum).to(out.dtype.element_ty)
@@ -298,9 +316,24 @@ def _with_sink(
     total: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, sink: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
     """Sums [ROWS, D] and [ROWS] that a score without a value was added to."""
-    new_max = tl.maximum(row_max, sink)
-    shrink = tl.exp2(row_max - new_max)
-    return total * shrink[:, None], row_sum * shrink + tl.exp2(sink - new_max)
+    base = _base(tl.maximum(row_max, sink))
+    shrink = tl.exp2(row_max - base)
+    return total * shrink[:, None], row_sum * shrink + tl.exp2(sink - base)
+
+
+@triton.jit
+def _base(row_max: tl.tensor) -> tl.tensor:
+    """What scores are taken relative to: the largest, and 0 for a row that has seen no key.
+
+    2^(-inf - 0) is 0, as its weights have to be; 2^(-inf + inf) is not.
+    """
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def _divisor(row_sum: tl.tensor) -> tl.tensor:
+    """The sums of weights, 1 for a row that has seen no key: its total is 0."""
+    return tl.where(row_sum == 0.0, 1.0, row_sum)
 
 
 @triton.jit
@@ -314,3 +347,152 @@ def _tanh(x: tl.tensor) -> tl.tensor:
     by_series = x + x * square * series
     by_exponential = 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0)
     return tl.where(tl.abs(x) < 0.3, by_series, by_exponential)
+
+
+class Workspace(NamedTuple):
+    """Partial results: `out` float32 [*, Hq, D] and `lse` float32 [*, Hq]."""
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def allocate(
+        cls, num_partials: int, num_heads: int, head_dim: int, device: torch.device
+    ) -> Workspace:
+        shape = (num_partials, num_heads, head_dim)
+        return cls(
+            out=torch.empty(shape, dtype=torch.float32, device=device),
+            lse=torch.empty(shape[:2], dtype=torch.float32, device=device),
+        )
+
+
+def attend(
+    query: Tensor,
+    kv: KVCache,
+    layer: int,
+    tables: Tensor,
+    sections: WindowSections,
+    workspace: Workspace,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of query [T, Hq, D] over the tiles of `sections` in `tables`, int32 on the device.
+
+    At most three launches, none of which waits for the host. The numbers of a head are contiguous
+    in `query`, and so are the heads of a row.
+    """
+    spec, window = kv.spec, kv.spec.window(layer)
+    num_heads = query.shape[1]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for number, group in enumerate(sections.groups):
+        if group.num_tiles == 0:
+            continue
+        attend_tiles[(group.num_tiles * spec.num_kv_heads,)](
+            out,
+            workspace.out,
+            workspace.lse,
+            query,
+            _loadable(kv.keys),
+            _loadable(kv.values),
+            kv.key_scales,
+            kv.value_scales,
+            sinks,
+            tables,
+            sections.counts.offset + number,
+            group.tiles.offset,
+            sections.block_ids.offset,
+            sections.rows.offset,
+            sections.positions.offset,
+            layer * (spec.num_blocks + NUM_SCRATCH_BLOCKS),
+            query.stride(0),
+            scale / softcap if softcap else scale * math.log2(math.e),
+            softcap * math.log2(math.e) if softcap else 0.0,
+            window or 0,
+            num_warps=group.shape.num_warps,
+            num_stages=group.shape.num_stages,
+            enable_fp_fusion=True,
+            **_tile_constants(
+                group.shape,
+                head_dim=spec.head_dim,
+                group_size=num_heads // spec.num_kv_heads,
+                num_kv_heads=spec.num_kv_heads,
+                block_size=spec.block_size,
+                dtype=query.dtype,
+                kv_dtype=spec.dtype,
+                has_window=window is not None,
+                has_softcap=softcap is not None,
+                has_sinks=sinks is not None,
+            ),
+        )
+    if sections.num_merged_rows:
+        merge_partials[(sections.num_merged_rows * num_heads,)](
+            out,
+            workspace.out,
+            workspace.lse,
+            sinks,
+            tables,
+            sections.counts.offset + len(sections.groups),
+            sections.merged_rows.offset,
+            sections.merge_offsets.offset,
+            sections.partial_ids.offset,
+            num_warps=_MERGE_WARPS,
+            **_merge_constants(spec.head_dim, num_heads, has_sinks=sinks is not None),
+        )
+    return out
+
+
+def _loadable(kept: Tensor) -> Tensor:
+    """Keys or values as what kernels load: e4m3 numbers as bytes, see `_decoded`."""
+    return kept.view(torch.uint8) if kept.dtype == torch.float8_e4m3fn else kept
+
+
+def _tile_constants(
+    shape: TileShape,
+    *,
+    head_dim: int,
+    group_size: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    has_window: bool,
+    has_softcap: bool,
+    has_sinks: bool,
+) -> dict[str, object]:
+    """The constants of `attend_tiles`."""
+    # The interpreter has bfloat16 as bits, and products of those are none.
+    is_emulated = triton.knobs.runtime.interpret and dtype == torch.bfloat16
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": _padded(head_dim),
+        "GROUP_SIZE": group_size,
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "IS_INT8": kv_dtype == torch.int8,
+        "IS_E4M3": kv_dtype == torch.float8_e4m3fn,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFTCAP": has_softcap,
+        "HAS_SINKS": has_sinks,
+        "HAS_UNMASKED": shape.rows >= _MIN_ROWS_UNMASKED,
+        "PRODUCT": tl.float32 if is_emulated else _TRITON_DTYPES[dtype],
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
+
+
+def _merge_constants(head_dim: int, num_heads: int, *, has_sinks: bool) -> dict[str, object]:
+    """The constants of `merge_partials`."""
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": _padded(head_dim),
+        "NUM_HEADS": num_heads,
+        "PARTIALS": _MERGED_AT_ONCE,
+        "HAS_SINKS": has_sinks,
+    }
+
+
+def _padded(head_dim: int) -> int:
+    """The next power of two that matrix instructions take."""
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -15,9 +15,11 @@ from sapwood.kernels.interface import Kernels, KVCache, RowCopy
 from sapwood.runtime.batch import BatchBuilder, ForwardBatch
 from sapwood.runtime.compute_threads import ComputeThreads
 from sapwood.runtime.request import ChunkResult, SampledToken
-from sapwood.runtime.sampler import SamplingRow, prompt_logprobs, sample
+from sapwood.runtime.sampler import sample
+from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.scoring import TokenScores
 from sapwood.runtime.step_plan import Chunk, StepPlan
+from sapwood.runtime.token_logprobs import prompt_logprobs
 from sapwood.runtime.token_masks import TokenMasks
 
 

@@ -163,6 +163,7 @@ def make_step(
         dtype=dtype,
         device=subject.device,
         layer_windows=layer_windows,
+        group_size=num_groups,
     )
     return Step(
         plan=plan,

@@ -26,7 +26,8 @@ from sapwood.radix import Lease, PrefixCache
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.request import ChunkResult, SampledToken
-from sapwood.runtime.sampler import SamplingRow, sample
+from sapwood.runtime.sampler import sample
+from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.step_plan import StepPlan
 from sapwood.runtime.token_masks import TokenMasks
 
