@@ -124,7 +124,7 @@ class GraphedModel:
         device = kv.spec.device
         self._staging = staging or Staging(device)
         self._graphs = [
-            _Graph(count, _static_attention(kernels, kv, count, max_context_len))
+            _Graph(count, _static_attention(kernels, kv, count, max_context_len, self._staging))
             for count in sorted(row_counts)
         ]
         max_rows = -(-self.max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
@@ -243,9 +243,9 @@ class _Loaded(NamedTuple):
 
 
 def _static_attention(
-    kernels: Kernels, kv: KVCache, num_rows: int, max_context_len: int
+    kernels: Kernels, kv: KVCache, num_rows: int, max_context_len: int, staging: Staging
 ) -> StaticAttention:
-    attention = kernels.static_attention(kv.spec, num_rows, max_context_len)
+    attention = kernels.static_attention(kv.spec, num_rows, max_context_len, staging)
     if attention is None:
         raise ValueError(f"the kernels {kernels.name!r} have no attention for CUDA graphs")
     return attention

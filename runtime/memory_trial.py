@@ -22,8 +22,9 @@ from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.cuda_graphs import GraphPlan
 from sapwood.runtime.device_memory import DeviceUse, graph_bytes
 from sapwood.runtime.models import Model
-from sapwood.runtime.sampler import SamplingRow, sample
+from sapwood.runtime.sampler import sample
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.sampling_row import SamplingRow
 
 
 class DeviceBytes(NamedTuple):
