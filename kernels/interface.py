@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.staging import Staging
 
 QUANTIZED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
 """What keys and values are kept in with a scale for each row and head (kv_quantization.py)."""
@@ -259,9 +260,10 @@ class Kernels(Protocol):
         ...
 
     def static_attention(
-        self, spec: KVCacheSpec, num_rows: int, max_context_len: int
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
     ) -> StaticAttention | None:
-        """Room for plans of up to `num_rows` rows that see up to `max_context_len` tokens each.
+        """Room for plans of up to `num_rows` rows that see up to `max_context_len` tokens each,
+        sent there by `staging`.
 
         None where the backend has no such thing. One that has it allocates caches of one block more
         than their spec says: slot `spec.scratch_slot` is for rows that are nobody's.

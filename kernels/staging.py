@@ -27,9 +27,9 @@ Array = NDArray[np.generic]
 # Of each array in its buffer, bytes: wide loads want 16, and a kernel that is compiled for aligned
 # addresses then meets no others.
 ALIGNMENT = 64
-# Two steps may be on their way and a third be in preparation; one more so that a step may send
-# twice. With fewer, the host would wait for the device to come to a copy.
-NUM_BUFFERS = 4
+# Two steps may be on their way and a third be in preparation, and each sends twice, its rows and
+# its attention. With fewer, the host would wait for the device to come to a copy.
+NUM_BUFFERS = 6
 _SMALLEST_BUFFER = 2**16  # bytes
 
 

@@ -39,6 +39,7 @@ from sapwood.kernels.interface import Kernels, KVCache, StaticAttention
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.kernels.staging import Staging
 from sapwood.runtime.batch import BatchArrays, ForwardBatch
+from sapwood.runtime.errors import ConfigError
 from sapwood.runtime.model_runner import Model
 
 _FIRST_ROW_COUNTS = (1, 2, 4)
@@ -70,6 +71,31 @@ def graph_row_counts(max_rows: int) -> tuple[int, ...]:
     return (*(count for count in (*_FIRST_ROW_COUNTS, *more) if count < max_rows), max_rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlan:
+    """Which steps of a model become graphs, recorded by what, and whether before any request."""
+
+    row_counts: tuple[int, ...]  # ascending
+    vocab_size: int
+    max_context_len: int  # tokens that a row may see
+    recorder: GraphRecorder
+    at_start: bool
+
+    def over(
+        self, model: Model, kernels: Kernels, kv: KVCache, row_counts: tuple[int, ...] = ()
+    ) -> GraphedModel:
+        """The model with graphs over `kv`, of some row counts or of all."""
+        return GraphedModel(
+            model,
+            kernels,
+            kv,
+            self.recorder,
+            row_counts=row_counts or self.row_counts,
+            vocab_size=self.vocab_size,
+            max_context_len=self.max_context_len,
+        )
+
+
 class GraphedModel:
     """A `Model` that replays what `load` took, and passes everything else on to the model it wraps.
 
@@ -98,7 +124,7 @@ class GraphedModel:
         device = kv.spec.device
         self._staging = staging or Staging(device)
         self._graphs = [
-            _Graph(count, _static_attention(kernels, kv, count, max_context_len))
+            _Graph(count, _static_attention(kernels, kv, count, max_context_len, self._staging))
             for count in sorted(row_counts)
         ]
         max_rows = -(-self.max_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
@@ -217,9 +243,9 @@ class _Loaded(NamedTuple):
 
 
 def _static_attention(
-    kernels: Kernels, kv: KVCache, num_rows: int, max_context_len: int
+    kernels: Kernels, kv: KVCache, num_rows: int, max_context_len: int, staging: Staging
 ) -> StaticAttention:
-    attention = kernels.static_attention(kv.spec, num_rows, max_context_len)
+    attention = kernels.static_attention(kv.spec, num_rows, max_context_len, staging)
     if attention is None:
         raise ValueError(f"the kernels {kernels.name!r} have no attention for CUDA graphs")
     return attention
@@ -237,15 +263,22 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], None]) -> Recording:
-        """Raises RuntimeError for what a graph cannot hold."""
+        """Raises ConfigError for what a graph cannot hold."""
         self._warm_up(run)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may ask the device for memory meanwhile, which a recording in the global
-        # mode would forbid them.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
+        try:
+            # Other threads may ask the device for memory meanwhile, which a recording in the
+            # global mode would forbid them.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a step could not be recorded as a CUDA graph: {error}; set cuda_graphs to none"
+            ) from error
         return graph
 
     def _warm_up(self, run: Callable[[], None]) -> None:

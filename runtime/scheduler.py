@@ -183,7 +183,7 @@ class Scheduler:
         self._programs.expire(now)
         chunks: list[Chunk] = []
         num_preemptions = self.counters.num_preemptions
-        budget = self._options.max_num_batched_tokens
+        budget = self._options.step_budget()
         budget = self._plan_running(chunks, budget)
         if self.counters.num_preemptions == num_preemptions:
             self._admit(chunks, budget, now)

@@ -60,9 +60,8 @@ class DenseAttention:
 class RowwiseKernels(ReferenceKernels):
     """Plain torch, one row at a time, so that a row's bits do not depend on how many there are."""
 
-    def __init__(self, *, staging: Staging | None = None, max_tokens: int = 10**9) -> None:
+    def __init__(self, *, max_tokens: int = 10**9) -> None:
         super().__init__()
-        self.staging = staging or Staging(torch.device("cpu"))
         self.max_tokens = max_tokens
 
     @property
@@ -80,8 +79,10 @@ class RowwiseKernels(ReferenceKernels):
         assert prepared.load(plan)
         return prepared
 
-    def static_attention(self, spec: KVCacheSpec, num_rows: int, max_context_len: int) -> Any:
-        return DenseAttention.of(spec, num_rows, self.staging, self.max_tokens)
+    def static_attention(
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
+    ) -> Any:
+        return DenseAttention.of(spec, num_rows, staging, self.max_tokens)
 
     def attention(
         self,

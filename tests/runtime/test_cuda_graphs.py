@@ -280,7 +280,7 @@ def test_steps_that_are_under_way_together_do_not_disturb_each_other(llama: Mode
         for row in rows
     ]
     stream = LateStream()
-    kernels = RowwiseKernels(staging=Staging(torch.device("cpu"), transfers=stream))
+    kernels = RowwiseKernels()
     late = GraphedModel(
         llama,
         kernels,
