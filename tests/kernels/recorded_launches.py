@@ -76,7 +76,7 @@ def recorded_launches(capability: int = 90) -> Iterator[list[Form]]:
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
         names = fn.jit_function.arg_names
-        aligned = {names[path[0]] for path in compile["configs"][0]}
+        aligned = {names[path[0]] for path, marks in compile["configs"][0].items() if marks}
         forms.append(
             Form(
                 kernel=fn.jit_function.__name__,
