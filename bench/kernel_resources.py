@@ -108,8 +108,8 @@ def markdown(forms: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# What the Triton kernels take of a multiprocessor",
         "",
-        "Compiled ahead of time by `bench/kernel_resources.py`; nothing here was run. Registers and "
-        "spilled bytes are of a thread, shared bytes of a program; programs are those that a "
+        "Compiled ahead of time by `bench/kernel_resources.py`; nothing here was run. Registers "
+        "and spilled bytes are of a thread, shared bytes of a program; programs are those that a "
         "multiprocessor runs at once by these figures.",
     ]
     for target in sorted({form["target"] for form in forms}):
