@@ -31,7 +31,7 @@ from gpu.processes import NO_DEVICE, Outcome, Worker
 from gpu.report import Report
 from gpu.sections import SECTION_BY_NAME, SECTIONS, Scale
 
-MAX_SHARDS = 8
+MAX_SHARDS = 12
 SIDE_BY_SIDE_SECONDS = 150  # for the kernel suite and the rehearsals together
 
 
@@ -147,7 +147,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--shards",
         type=int,
-        default=max(1, min(MAX_SHARDS, len(os.sched_getaffinity(0)) // 2)),
+        default=max(1, min(MAX_SHARDS, len(os.sched_getaffinity(0)) - 4)),
         help="processes that share the kernel suite",
     )
     parser.add_argument("--out", type=Path, help="results, without suffix; default: by the card")
