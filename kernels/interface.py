@@ -159,9 +159,9 @@ class DrawParams:
         return np.flatnonzero(self.on_host[0])
 
     def ranked_rows(self, vocab_size: int) -> NDArray[np.int64]:
-        """Those with top_k or top_p, whose tokens must be ranked."""
-        _, top_k, top_p, _, _ = self.on_host
-        return np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
+        """Of those that are not greedy the ones with top_k or top_p: their tokens have an order."""
+        temperature, top_k, top_p, _, _ = self.on_host
+        return np.flatnonzero((temperature > 0.0) & ((top_k < vocab_size) | (top_p < 1.0)))
 
     def part(self, rows: slice) -> DrawParams:
         """Those of some rows that stand next to each other."""

@@ -10,9 +10,9 @@ first k of them, top_p those before which less than `top_p * total` lies, so wha
 prefix. It is told by its *edge*, the lowest logit that is kept, and by how many tokens with just
 that logit are: the first ones by id. The edge is searched for between the bit patterns of floats,
 which have the order of the floats once those of negative ones are turned round (Herf 2001). A pass
-over the candidates sums up what lies from each of eight pivots on and leaves a ninth of the
-interval, so at most eleven passes are made. Sums of whole numbers are exact in any order, so that
-any number of programs may take them.
+over the candidates sums up what lies from each of four pivots on and leaves a fifth of the
+interval, so at most fourteen passes are made. Sums of whole numbers are exact in any order, so
+that any number of programs may take them.
 
 The rows' logits are read twice, three times where a row has top_k or top_p:
 
@@ -20,7 +20,9 @@ The rows' logits are read twice, three times where a row has top_k or top_p:
     _weigh          the sum of weights of each span, and how many tokens lie in each *bin*, a range
                     of distances below the best
     _gather         the tokens in the first bins, as many bins as surely reach beyond the edge
-    _pick           a program for each row: the edge, among what was gathered, and the token
+    _pick           a program for each row: the token, in the span where the sum passes it
+    _pick_ranked    the same for rows with top_k or top_p: the edge, among what was gathered, then
+                    the token
 
 A row where too many tokens are gathered (of a distribution that is nearly flat, or with a top_k of
 thousands) has its edge searched for among all of its tokens, which takes a program that many passes
@@ -52,7 +54,10 @@ from sapwood.kernels.specialization import Specialization
 _NO_EDGE = tl.constexpr(-(2**31))  # below the order of every float: all tokens are kept
 _NOT_A_NUMBER = tl.constexpr(2**31 - 1)  # above the order of every float
 _WHOLE_FROM = tl.constexpr(2.0**52)  # float64 numbers have no fraction from here on
-_NUM_PIVOTS = tl.constexpr(8)  # in a pass of the search for an edge
+_NUM_STAGES = tl.constexpr(
+    3
+)  # of loops that wait for memory: what two later turns read is on its way
+_NUM_PIVOTS = tl.constexpr(4)  # in a pass of the search for an edge
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -129,7 +134,7 @@ def _is_sound(best: tl.tensor) -> tl.tensor:
     return tl.abs(best) < float("inf")  # NaN is not
 
 
-@triton.jit(do_not_specialize=["vocab_size", "span", "num_spans"])
+@triton.jit(do_not_specialize=["num_spans"])
 def _find_best(
     logits_ptr: tl.tensor,
     stride: tl.tensor,
@@ -145,15 +150,15 @@ def _find_best(
     end = tl.minimum(first + span, vocab_size)
     offsets = tl.arange(0, BLOCK)
     highest = tl.full([BLOCK], -(2**63), tl.int64)
-    for start in range(first, end, BLOCK):
+    for start in tl.range(first, end, BLOCK, num_stages=_NUM_STAGES):
         ids = start + offsets
-        x = tl.load(logits_ptr + row * stride + ids, ids < end, other=-float("inf"))
+        x = tl.load(logits_ptr + row * stride + ids, ids < vocab_size, other=-float("inf"))
         packed = (_order(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
         highest = tl.maximum(highest, packed)
     tl.store(best_ptr + row * num_spans + span_id, tl.max(highest))
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])
+@triton.jit(do_not_specialize=["num_rows", "num_spans"])
 def _weigh(
     logits_ptr: tl.tensor,
     stride: tl.tensor,
@@ -184,9 +189,9 @@ def _weigh(
         offsets = tl.arange(0, BLOCK)
         masses = tl.zeros([BLOCK], tl.int64)
         counts = tl.zeros([NUM_BINS], tl.int32)
-        for start in range(first, end, BLOCK):
+        for start in tl.range(first, end, BLOCK, num_stages=_NUM_STAGES):
             ids = start + offsets
-            x = tl.load(logits_ptr + row * stride + ids, ids < end, other=-float("inf"))
+            x = tl.load(logits_ptr + row * stride + ids, ids < vocab_size, other=-float("inf"))
             distance = _distance(x, best, temperature)
             if is_weighed:
                 masses += _weight(distance, min_p, BEST_BITS)
@@ -207,7 +212,7 @@ def _is_ranked(
     return (top_k < vocab_size) | (top_p < 1.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])
+@triton.jit(do_not_specialize=["num_rows", "num_spans"])
 def _gather(
     logits_ptr: tl.tensor,
     stride: tl.tensor,
@@ -266,9 +271,9 @@ def _gather(
             first = span_id * span
             end = tl.minimum(first + span, vocab_size)
             offsets = tl.arange(0, BLOCK)
-            for start in range(first, end, BLOCK):
+            for start in tl.range(first, end, BLOCK, num_stages=_NUM_STAGES):
                 ids = start + offsets
-                x = tl.load(logits_ptr + row * stride + ids, ids < end, other=-float("inf"))
+                x = tl.load(logits_ptr + row * stride + ids, ids < vocab_size, other=-float("inf"))
                 distance = _distance(x, best, temperature)
                 # The last bin is never gathered, and what is past the end lies there.
                 is_taken = _bin(distance, BEST_BITS, NUM_BINS) <= last_bin
@@ -321,7 +326,7 @@ def _mass_from(
     """The weights of those of `n` logits that have at least this order."""
     offsets = tl.arange(0, BLOCK)
     masses = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, n, BLOCK):
+    for start in tl.range(0, n, BLOCK, num_stages=_NUM_STAGES):
         x = tl.load(source_ptr + start + offsets, start + offsets < n, other=-float("inf"))
         weight = _weight(_distance(x, best, temperature), min_p, BEST_BITS)
         masses += tl.where(_order(x) >= order, weight, 0)
@@ -371,7 +376,7 @@ def _passes(
     start_there = tl.full([], 0, tl.int32)
     mass_there = mass_before
     ties_there = ties_before
-    for start in range(0, n, BLOCK):
+    for start in tl.range(0, n, BLOCK, num_stages=_NUM_STAGES):
         is_in = start + offsets < n
         x = tl.load(source_ptr + start + offsets, is_in, other=-float("inf"))
         weights, ties = _kept_weights(
@@ -399,76 +404,54 @@ def _target(noise: tl.tensor, mass: tl.tensor) -> tl.tensor:
     return tl.minimum((noise * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "vocab_size", "span", "num_spans"])
+@triton.jit(do_not_specialize=["num_rows", "num_spans"])
 def _pick(
     logits_ptr: tl.tensor,
     stride: tl.tensor,
     params_ptr: tl.tensor,
     best_ptr: tl.tensor,
     masses_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    num_gathered_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     is_sound_ptr: tl.tensor,
     num_rows: tl.tensor,
     vocab_size: tl.tensor,
     span: tl.tensor,
     num_spans: tl.tensor,
-    CAPACITY: tl.constexpr,
     BEST_BITS: tl.constexpr,
     MAX_SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The token of each row: the best, or the one that is drawn."""
+    """The token of each row without top_k and top_p, the best or one that is drawn.
+
+    Of all rows whether they are sound, and the best token of those that are not.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(params_ptr + row)
     best, token = _best_of(best_ptr, row, num_spans, MAX_SPANS)
-    is_sound = _is_sound(best)
-    tl.store(is_sound_ptr + row, is_sound.to(tl.int8))
-    if is_sound & (temperature > 0.0):
-        min_p = tl.load(params_ptr + 3 * num_rows + row)
-        noise = tl.load(params_ptr + 4 * num_rows + row)
+    is_drawn = _is_sound(best) & (temperature > 0.0)
+    tl.store(is_sound_ptr + row, _is_sound(best).to(tl.int8))
+    if is_drawn & _is_ranked(params_ptr, row, num_rows, vocab_size):
+        return
+    if is_drawn:
         spans = tl.arange(0, MAX_SPANS)
         masses = tl.load(masses_ptr + row * num_spans + spans, spans < num_spans, other=0)
-        mass = tl.sum(masses)
-        if _is_ranked(params_ptr, row, num_rows, vocab_size):
-            num_gathered = tl.load(num_gathered_ptr + row)
-            token = _picked_of_best(
-                logits_ptr + row * stride,
-                values_ptr + row * CAPACITY,
-                ids_ptr + row * CAPACITY,
-                num_gathered,
-                vocab_size,
-                tl.load(params_ptr + num_rows + row),
-                tl.load(params_ptr + 2 * num_rows + row),
-                mass,
-                noise,
-                best,
-                temperature,
-                min_p,
-                BEST_BITS,
-                BLOCK,
-            )
-        else:
-            target = _target(noise, mass)
-            cumulative = tl.cumsum(masses, axis=0)
-            span_id = tl.sum(((cumulative <= target) & (spans < num_spans)).to(tl.int32))
-            mass_before = tl.sum(tl.where(spans < span_id, masses, 0))
-            first = span_id * span
-            position = _passes(
-                logits_ptr + row * stride + first,
-                tl.minimum(span, vocab_size - first),
-                target - mass_before,
-                best,
-                temperature,
-                min_p,
-                _NO_EDGE,
-                0,
-                BEST_BITS,
-                BLOCK,
-            )
-            token = (first + position).to(tl.int64)
+        target = _target(tl.load(params_ptr + 4 * num_rows + row), tl.sum(masses))
+        cumulative = tl.cumsum(masses, axis=0)
+        span_id = tl.sum(((cumulative <= target) & (spans < num_spans)).to(tl.int32))
+        first = span_id * span
+        position = _passes(
+            logits_ptr + row * stride + first,
+            tl.minimum(span, vocab_size - first),
+            target - tl.sum(tl.where(spans < span_id, masses, 0)),
+            best,
+            temperature,
+            tl.load(params_ptr + 3 * num_rows + row),
+            _NO_EDGE,
+            0,
+            BEST_BITS,
+            BLOCK,
+        )
+        token = (first + position).to(tl.int64)
     tl.store(token_ids_ptr + row, token)
 
 
@@ -497,7 +480,7 @@ def _edge(
         # One that is above all floats is above `high` as well, and nothing is there.
         pivots = tl.minimum(pivots, _NOT_A_NUMBER).to(tl.int32)
         found = tl.zeros([BLOCK, _NUM_PIVOTS], tl.int64)
-        for start in range(0, n, BLOCK):
+        for start in tl.range(0, n, BLOCK, num_stages=_NUM_STAGES):
             x = tl.load(source_ptr + start + offsets, start + offsets < n, other=-float("inf"))
             if BY_MASS:
                 amount = _weight(_distance(x, best, temperature), 0.0, BEST_BITS)
@@ -545,72 +528,82 @@ def _mass_kept(
     return above + tl.where(num_ties > 0, num_ties.to(tl.int64) * at_edge, 0)
 
 
-@triton.jit
-def _picked_of_best(
-    row_ptr: tl.tensor,
+@triton.jit(do_not_specialize=["num_rows", "num_spans"])
+def _pick_ranked(
+    logits_ptr: tl.tensor,
+    stride: tl.tensor,
+    params_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
     values_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    num_gathered: tl.tensor,
+    num_gathered_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    num_rows: tl.tensor,
     vocab_size: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    mass: tl.tensor,
-    noise: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    min_p: tl.tensor,
+    num_spans: tl.tensor,
+    CAPACITY: tl.constexpr,
     BEST_BITS: tl.constexpr,
+    MAX_SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """The token that is drawn of those that top_k, then top_p, then min_p leave."""
-    has_top_k = top_k < vocab_size
-    is_gathered = num_gathered >= 0
-    if is_gathered & (top_k >= vocab_size):
-        found = _mass_from(
-            values_ptr, num_gathered, _NO_EDGE, best, temperature, 0.0, BEST_BITS, BLOCK
+) -> None:
+    """The token of each row that is drawn of those that top_k, then top_p, then min_p leave."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(params_ptr + row)
+    best, _ = _best_of(best_ptr, row, num_spans, MAX_SPANS)
+    is_drawn = _is_sound(best) & (temperature > 0.0)
+    if is_drawn & _is_ranked(params_ptr, row, num_rows, vocab_size):
+        top_k = tl.load(params_ptr + num_rows + row)
+        top_p = tl.load(params_ptr + 2 * num_rows + row)
+        has_top_k = top_k < vocab_size
+        spans = tl.arange(0, MAX_SPANS)
+        mass = tl.sum(tl.load(masses_ptr + row * num_spans + spans, spans < num_spans, other=0))
+
+        source_ptr = values_ptr + row * CAPACITY
+        n = tl.load(num_gathered_ptr + row)
+        is_gathered = n >= 0
+        if is_gathered & (top_k >= vocab_size):
+            found = _mass_from(source_ptr, n, _NO_EDGE, best, temperature, 0.0, BEST_BITS, BLOCK)
+            is_gathered = found.to(tl.float64) >= top_p * mass.to(tl.float64)
+        if not is_gathered:
+            source_ptr = logits_ptr + row * stride
+            n = vocab_size
+
+        # What is kept: the tokens above the edge, and the first `num_ties` of those at it.
+        edge = _lowest(source_ptr, n, BLOCK) - 1
+        num_ties = tl.full([], 0, tl.int32)
+        if has_top_k & (top_k < n):
+            edge = _edge(source_ptr, n, top_k, edge, best, temperature, False, BEST_BITS, BLOCK)
+            num_ties = top_k.to(tl.int32) - _num_from(source_ptr, n, edge + 1, BLOCK)
+        if top_p < 1.0:
+            if has_top_k:
+                mass = _mass_kept(
+                    source_ptr, n, edge, num_ties, best, temperature, 0.0, BEST_BITS, BLOCK
+                )
+            wanted = top_p * mass.to(tl.float64)
+            edge = _edge(source_ptr, n, wanted, edge, best, temperature, True, BEST_BITS, BLOCK)
+            above = _mass_from(source_ptr, n, edge + 1, best, temperature, 0.0, BEST_BITS, BLOCK)
+            at_edge = _weight(_distance(_value(edge), best, temperature), 0.0, BEST_BITS)
+            num_ties = _ties_to_reach(wanted, above, at_edge, n)
+
+        min_p = tl.load(params_ptr + 3 * num_rows + row)
+        kept = _mass_kept(source_ptr, n, edge, num_ties, best, temperature, min_p, BEST_BITS, BLOCK)
+        position = _passes(
+            source_ptr,
+            n,
+            _target(tl.load(params_ptr + 4 * num_rows + row), kept),
+            best,
+            temperature,
+            min_p,
+            edge,
+            num_ties,
+            BEST_BITS,
+            BLOCK,
         )
-        is_gathered = found.to(tl.float64) >= top_p * mass.to(tl.float64)
-    if is_gathered:
-        source_ptr = values_ptr
-        n = num_gathered
-    else:
-        source_ptr = row_ptr
-        n = vocab_size
-
-    # What is kept: the tokens above the edge, and the first `num_ties` of those at it.
-    edge = _lowest(source_ptr, n, BLOCK) - 1
-    num_ties = tl.full([], 0, tl.int32)
-    if has_top_k & (top_k < n):
-        edge = _edge(source_ptr, n, top_k, edge, best, temperature, False, BEST_BITS, BLOCK)
-        num_ties = top_k.to(tl.int32) - _num_from(source_ptr, n, edge + 1, BLOCK)
-    if top_p < 1.0:
-        if has_top_k:
-            mass = _mass_kept(
-                source_ptr, n, edge, num_ties, best, temperature, 0.0, BEST_BITS, BLOCK
-            )
-        wanted = top_p * mass.to(tl.float64)
-        edge = _edge(source_ptr, n, wanted, edge, best, temperature, True, BEST_BITS, BLOCK)
-        above = _mass_from(source_ptr, n, edge + 1, best, temperature, 0.0, BEST_BITS, BLOCK)
-        at_edge = _weight(_distance(_value(edge), best, temperature), 0.0, BEST_BITS)
-        num_ties = _ties_to_reach(wanted, above, at_edge, n)
-
-    kept = _mass_kept(source_ptr, n, edge, num_ties, best, temperature, min_p, BEST_BITS, BLOCK)
-    position = _passes(
-        source_ptr,
-        n,
-        _target(noise, kept),
-        best,
-        temperature,
-        min_p,
-        edge,
-        num_ties,
-        BEST_BITS,
-        BLOCK,
-    )
-    token = position.to(tl.int64)
-    if is_gathered:
-        token = tl.load(ids_ptr + position).to(tl.int64)
-    return token
+        token = position.to(tl.int64)
+        if is_gathered:
+            token = tl.load(ids_ptr + row * CAPACITY + position).to(tl.int64)
+        tl.store(token_ids_ptr + row, token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -627,6 +620,7 @@ class SamplingShape:
     num_warps: int = 4
     pick_block: int = 512
     num_pick_warps: int = 4
+    num_search_warps: int = 8  # of those that search for an edge: more registers would be spilled
     max_spans: int = 32
     num_bins: int = 128
     capacity: int = 8192
@@ -647,6 +641,7 @@ class _Forms(NamedTuple):
     weigh: KernelForm
     gather: KernelForm
     pick: KernelForm
+    pick_ranked: KernelForm
 
     @classmethod
     def of(cls, vocab_size: int, shape: SamplingShape) -> _Forms:
@@ -659,14 +654,15 @@ class _Forms(NamedTuple):
             find_best=KernelForm(block, shape.num_warps),
             weigh=KernelForm({**binned, **block}, shape.num_warps),
             gather=KernelForm({**binned, **capacity, **block}, shape.num_warps),
-            pick=KernelForm({**row, **capacity, **pick_block}, shape.num_pick_warps),
+            pick=KernelForm({**row, **pick_block}, shape.num_pick_warps),
+            pick_ranked=KernelForm({**row, **capacity, **pick_block}, shape.num_search_warps),
         )
 
 
 def draw_tokens(
     logits: Tensor, params: DrawParams, shape: SamplingShape | None = None
 ) -> DrawnTokens:
-    """`Kernels.draw_tokens`, in two to four launches."""
+    """`Kernels.draw_tokens`, in two launches for greedy rows up to five."""
     shape = shape or SamplingShape()
     num_rows = len(logits)
     if logits.stride(1) != 1:
@@ -728,12 +724,19 @@ def _launch(
         )
     _pick[(num_rows,)](
         *source,
-        *(params.on_device, best, masses, values, ids, num_gathered),
-        *(token_ids, is_sound.view(torch.uint8)),
+        *(params.on_device, best, masses, token_ids, is_sound.view(torch.uint8)),
         *(num_rows, *sizes),
         **forms.pick.constants,
         num_warps=forms.pick.num_warps,
     )
+    if num_ranked_cells:
+        _pick_ranked[(num_rows,)](
+            *source,
+            *(params.on_device, best, masses, values, ids, num_gathered, token_ids),
+            *(num_rows, vocab_size, num_spans),
+            **forms.pick_ranked.constants,
+            num_warps=forms.pick_ranked.num_warps,
+        )
 
 
 # SmolLM2 and Mistral; Llama 3; Qwen 3 and the first Gemmas; Gemma 3.
@@ -753,18 +756,21 @@ _SIGNATURE = MappingProxyType(
         "token_ids_ptr": "*i64",
         "is_sound_ptr": "*u8",
         "num_rows": "i32",
-        "vocab_size": "i32",
-        "span": "i32",
+        "vocab_size": "i32:16",
+        "span": "i32:16",
         "num_spans": "i32",
     }
 )
+
+
+_KERNELS = (_find_best, _weigh, _gather, _pick, _pick_ranked)
 
 
 def specializations() -> Iterator[Specialization]:
     """The forms for the vocabularies of common models."""
     for vocab_size in _VOCAB_SIZES:
         forms = _Forms.of(vocab_size, SamplingShape())
-        for function, form in zip((_find_best, _weigh, _gather, _pick), forms, strict=True):
+        for function, form in zip(_KERNELS, forms, strict=True):
             signature = {
                 name: text for name, text in _SIGNATURE.items() if name in function.arg_names
             }
