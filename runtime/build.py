@@ -237,7 +237,7 @@ def _graphs(
         row_counts=graph_row_counts(min(options.max_graph_rows, config.scheduler.max_num_seqs)),
         vocab_size=model.config.vocab_size,
         max_context_len=max_context_len,
-        recorder=CudaGraphRecorder(device),
+        make_recorder=lambda: CudaGraphRecorder(device),
         at_start=options.cuda_graphs != "lazy",
     )
 
