@@ -8,6 +8,7 @@ masks, so that both compiling and each mask have limits of work here.
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,9 @@ class LlguidanceBackend:
         self._numbers = NumberTokens(vocabulary)
         self._cuts = LikelyCuts(self._text_tokens, vocabulary.token_bytes)
         self._rehearsal = Rehearsal(vocabulary)
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        return self._translator.turn(spec)
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> "LlguidanceGrammar":
         """Raises GrammarError for what is not enforced exactly, and for what is too much work.
