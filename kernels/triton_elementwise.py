@@ -41,22 +41,22 @@ _MASK_WORDS = 64  # 2048 tokens a program: a mask is read once, a logit not at a
 _MASK_FORM = KernelForm(MappingProxyType({"WORDS": _MASK_WORDS}), num_warps=4)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _rms_norm(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    residual,
-    out,
-    num_rows,
-    token_stride,
-    head_stride,
-    eps,
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm(
+    x: tl.tensor,
+    weight: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    eps: tl.tensor,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-):
+) -> None:
     """Rows ROWS at a time. Row `r` is head `r % NUM_HEADS` of token `r // NUM_HEADS`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
@@ -72,10 +72,14 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activate_and_mul(  # type: ignore[no-untyped-def]
-    gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr
-):
+@triton.jit
+def _activate_and_mul(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
+) -> None:
     """One row's `BLOCK` numbers of gate, with those of up, SIZE further on."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,10 +95,16 @@ def _activate_and_mul(  # type: ignore[no-untyped-def]
     tl.store(out + row * SIZE + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mask_logits(  # type: ignore[no-untyped-def]
-    logits, rows, allowed, vocab_size, logits_stride, allowed_stride, WORDS: tl.constexpr
-):
+@triton.jit
+def _mask_logits(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    allowed: tl.tensor,
+    vocab_size: tl.tensor,
+    logits_stride: tl.tensor,
+    allowed_stride: tl.tensor,
+    WORDS: tl.constexpr,
+) -> None:
     """Write minus infinity where a bit is 0. What stays is neither read nor written."""
     index = tl.program_id(0).to(tl.int64)
     word_at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

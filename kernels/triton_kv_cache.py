@@ -48,13 +48,13 @@ _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _int8(x):  # type: ignore[no-untyped-def]
+def _int8(x: tl.tensor) -> tl.tensor:
     """|x| <= 127 to the nearest integer, ties to even: the low bits of a sum with 1.5 * 2^23."""
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
-def _e4m3(x):  # type: ignore[no-untyped-def]
+def _e4m3(x: tl.tensor) -> tl.tensor:
     """The byte of the nearest e4m3 number to |x| <= 448, ties to even.
 
     From 2^-6 on that is a float32's exponent, with another bias, and three bits of its mantissa;
@@ -68,27 +68,26 @@ def _e4m3(x):  # type: ignore[no-untyped-def]
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_rows(  # type: ignore[no-untyped-def]
-    kept,
-    scales,
-    row,
-    x,
-    dims,
+@triton.jit
+def _store_rows(
+    kept: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    x: tl.tensor,
+    dims: tl.tensor,
     HEAD_DIM: tl.constexpr,
     IS_INT8: tl.constexpr,
     IS_E4M3: tl.constexpr,
-):
+) -> None:
     """Keep x float32 [heads, dims], 0 beyond each, as the rows `row` int64 [heads] of the cache."""
     target = kept + row[:, None] * HEAD_DIM + dims[None, :]
     inside = (dims < HEAD_DIM)[None, :]
     if IS_INT8 or IS_E4M3:
         largest: tl.constexpr = 127.0 if IS_INT8 else 448.0
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1), largest), _SMALLEST_SCALE)
-        # A maximum passes over NaN. Only NaN is unequal to itself, and infinity less itself is it.
-        difference = x - x
-        is_broken = tl.max((difference != difference).to(tl.int32), axis=1) > 0
-        scale = tl.where(is_broken, float("nan"), scale)
+        # The maximum passes over NaN, the comparison does not.
+        is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=1) > 0
+        scale = tl.where(is_finite, scale, float("nan"))
         scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         tl.store(target, _int8(scaled) if IS_INT8 else _e4m3(scaled), mask=inside)
         tl.store(scales + row, scale)
@@ -96,31 +95,35 @@ def _store_rows(  # type: ignore[no-untyped-def]
         tl.store(target, x.to(kept.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows_of_slot(  # type: ignore[no-untyped-def]
-    slots, token, first_block, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
+@triton.jit
+def _rows_of_slot(
+    slots: tl.tensor,
+    token: tl.tensor,
+    first_block: tl.tensor,
+    head: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
     """The cache's rows, int64, of a token's heads; `first_block` is the layer's."""
     slot = tl.load(slots + token)
     block = first_block + slot // BLOCK_SIZE
     return (block * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _turned(  # type: ignore[no-untyped-def]
-    x,
-    row,
-    norm,
-    cos,
-    sin,
-    token,
-    dims,
-    inside,
-    eps,
+@triton.jit
+def _turned(
+    x: tl.tensor,
+    row: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    token: tl.tensor,
+    dims: tl.tensor,
+    eps: tl.tensor,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
-):
+) -> tl.tensor:
     """x float32 [heads, dims], which lies at `row`, normed and turned by its token's angles.
 
     Each dimension takes its cosine and its partner's sine; the partner is read again, from the
@@ -128,35 +131,39 @@ def _turned(  # type: ignore[no-untyped-def]
     """
     half: tl.constexpr = ROTARY_DIM // 2
     partner = tl.where(dims < half, dims + half, tl.where(dims < ROTARY_DIM, dims - half, dims))
-    other = tl.load(row + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    # What all heads share is loaded for each head, so that it comes in the layout of x: from the
+    # nearest cache and without an exchange between threads.
+    dims = tl.broadcast_to(dims[None, :], x.shape)
+    partner = tl.broadcast_to(partner[None, :], x.shape)
+    other = tl.load(row + partner, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
     if HAS_NORM:
-        is_dim = dims < HEAD_DIM
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = x * scale * tl.load(norm + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-        other_weight = tl.load(norm + partner, mask=is_dim, other=0.0).to(tl.float32)
-        other = other * scale * other_weight[None, :]
+        weight = tl.load(norm + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+        other_weight = tl.load(norm + partner, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+        x = x * scale * weight
+        other = other * scale * other_weight
     angle = token * ROTARY_DIM + dims
-    cosines = tl.load(cos + angle, mask=dims < ROTARY_DIM, other=1.0)
-    sines = tl.load(sin + angle, mask=dims < ROTARY_DIM, other=0.0)
-    return x * cosines[None, :] + other * sines[None, :]
+    cosine = tl.load(cos + angle, mask=dims < ROTARY_DIM, other=1.0)
+    sine = tl.load(sin + angle, mask=dims < ROTARY_DIM, other=0.0)
+    return x * cosine + other * sine
 
 
-@triton.jit(do_not_specialize=["first_block"])  # type: ignore[untyped-decorator]
-def _rotary_and_write(  # type: ignore[no-untyped-def]
-    heads,
-    cos,
-    sin,
-    query_norm,
-    key_norm,
-    query,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    slots,
-    token_stride,
-    first_block,
-    eps,
+@triton.jit(do_not_specialize=["first_block"])
+def _rotary_and_write(
+    heads: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
+    slots: tl.tensor,
+    token_stride: tl.tensor,
+    first_block: tl.tensor,
+    eps: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -167,7 +174,7 @@ def _rotary_and_write(  # type: ignore[no-untyped-def]
     HAS_NORMS: tl.constexpr,
     IS_INT8: tl.constexpr,
     IS_E4M3: tl.constexpr,
-):
+) -> None:
     """A token's heads, TILE at a time: all of a tile are queries, keys or values.
 
     Without KV heads it turns queries only.
@@ -180,9 +187,7 @@ def _rotary_and_write(  # type: ignore[no-untyped-def]
     row = heads + token * token_stride + head[:, None] * HEAD_DIM
     x = tl.load(row + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     if first < NUM_HEADS:
-        x = _turned(
-            x, row, query_norm, cos, sin, token, dims, inside, eps, HEAD_DIM, ROTARY_DIM, HAS_NORMS
-        )
+        x = _turned(x, row, query_norm, cos, sin, token, dims, eps, HEAD_DIM, ROTARY_DIM, HAS_NORMS)
         target = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(target, x.to(query.dtype.element_ty), mask=inside)
     elif NUM_KV_HEADS > 0:
@@ -190,36 +195,25 @@ def _rotary_and_write(  # type: ignore[no-untyped-def]
         kept = _rows_of_slot(slots, token, first_block, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
         if first < NUM_HEADS + NUM_KV_HEADS:
             x = _turned(
-                x,
-                row,
-                key_norm,
-                cos,
-                sin,
-                token,
-                dims,
-                inside,
-                eps,
-                HEAD_DIM,
-                ROTARY_DIM,
-                HAS_NORMS,
+                x, row, key_norm, cos, sin, token, dims, eps, HEAD_DIM, ROTARY_DIM, HAS_NORMS
             )
             _store_rows(keys, key_scales, kept, x, dims, HEAD_DIM, IS_INT8, IS_E4M3)
         else:
             _store_rows(values, value_scales, kept, x, dims, HEAD_DIM, IS_INT8, IS_E4M3)
 
 
-@triton.jit(do_not_specialize=["first_block"])  # type: ignore[untyped-decorator]
-def _write_kv(  # type: ignore[no-untyped-def]
-    key,
-    value,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    slots,
-    key_stride,
-    value_stride,
-    first_block,
+@triton.jit(do_not_specialize=["first_block"])
+def _write_kv(
+    key: tl.tensor,
+    value: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
+    slots: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    first_block: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -227,7 +221,7 @@ def _write_kv(  # type: ignore[no-untyped-def]
     DIM_BLOCK: tl.constexpr,
     IS_INT8: tl.constexpr,
     IS_E4M3: tl.constexpr,
-):
+) -> None:
     """A token's keys and values, TILE heads of each at a time."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -241,22 +235,22 @@ def _write_kv(  # type: ignore[no-untyped-def]
     _store_rows(values, value_scales, kept, v, dims, HEAD_DIM, IS_INT8, IS_E4M3)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_runs(  # type: ignore[no-untyped-def]
-    source_keys,
-    source_values,
-    target_keys,
-    target_values,
-    copies,
-    source_layer_stride,
-    source_block_stride,
-    target_layer_stride,
-    target_block_stride,
+@triton.jit
+def _copy_runs(
+    source_keys: tl.tensor,
+    source_values: tl.tensor,
+    target_keys: tl.tensor,
+    target_values: tl.tensor,
+    copies: tl.tensor,
+    source_layer_stride: tl.tensor,
+    source_block_stride: tl.tensor,
+    target_layer_stride: tl.tensor,
+    target_block_stride: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """The first rows of one block, in one layer and of one head, keys and values, to another block.
 
     `copies` int32 [n, 3] are source block, target block and rows. Strides are in words; a block
@@ -405,6 +399,19 @@ def specializations() -> Iterator[Specialization]:
         for dtype in (torch.bfloat16, torch.float16):
             for kept in (dtype, *QUANTIZED_KV_DTYPES):
                 yield from _write_specializations(shape, dtype, _example_spec(shape, kept))
+        yield _rotary_form(
+            *(shape.num_heads, 0, shape.head_dim, shape.rotary_dim), has_norms=False, kv=None
+        ).specialization(
+            f"rotary-{shape.name}-bf16",
+            _rotary_and_write,
+            {
+                **dict.fromkeys(("heads", "query"), "*bf16"),
+                **dict.fromkeys(("cos", "sin"), "*fp32"),
+                "token_stride": "i32:16",
+                "first_block": "i32",
+                "eps": "fp32",
+            },
+        )
         for kept in (torch.bfloat16, torch.int8):
             yield from _copy_specializations(shape, _example_spec(shape, kept))
 
