@@ -204,7 +204,7 @@ class TritonKernels:
         self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
     ) -> StaticTritonAttention:
         shapes = self._tile_shapes(spec)
-        # Of the whole cache twice, which holds all tables if rows share little or are read grouped.
+        # No more than twice the cache: rows that share more than that are read by groups.
         num_block_ids = num_rows * -(-max_context_len // spec.block_size)
         capacity = TileCapacity.for_decoding(
             num_rows,

@@ -18,7 +18,7 @@ from sapwood.runtime.constraints.vocabulary import vocabulary_of
 from sapwood.runtime.core import EngineCore
 from sapwood.runtime.cuda_graphs import CudaGraphRecorder, GraphPlan, graph_row_counts
 from sapwood.runtime.device_options import (
-    check_memory_options,
+    check_device_options,
     choose_device,
     choose_kernels,
     wants_graphs,
@@ -109,7 +109,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     started = time.monotonic()
     policy = load_policy(config.scheduler.schedule_policy)
     device = choose_device(config.model.device)
-    check_memory_options(config.cache, device)
+    check_device_options(config.model, config.cache, device)
     scheduler_options = config.scheduler.on(device.type)
     kernels = choose_kernels(config.model, config.cache, device)
     meter = CudaMeter(device) if device.type == "cuda" else None
@@ -237,7 +237,7 @@ def _graphs(
         row_counts=graph_row_counts(min(options.max_graph_rows, config.scheduler.max_num_seqs)),
         vocab_size=model.config.vocab_size,
         max_context_len=max_context_len,
-        recorder=CudaGraphRecorder(device),
+        make_recorder=lambda: CudaGraphRecorder(device),
         at_start=options.cuda_graphs != "lazy",
     )
 

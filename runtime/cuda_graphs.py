@@ -73,12 +73,15 @@ def graph_row_counts(max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan:
-    """Which steps of a model become graphs, recorded by what, and whether before any request."""
+    """Which steps of a model become graphs, recorded by what, and whether before any request.
+
+    Every model with graphs gets a recorder of its own, so that what one took is free when it goes.
+    """
 
     row_counts: tuple[int, ...]  # ascending
     vocab_size: int
     max_context_len: int  # tokens that a row may see
-    recorder: GraphRecorder
+    make_recorder: Callable[[], GraphRecorder]
     at_start: bool
 
     def over(
@@ -89,7 +92,7 @@ class GraphPlan:
             model,
             kernels,
             kv,
-            self.recorder,
+            self.make_recorder(),
             row_counts=row_counts or self.row_counts,
             vocab_size=self.vocab_size,
             max_context_len=self.max_context_len,

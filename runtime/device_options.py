@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -39,6 +40,8 @@ def choose_kernels(model: ModelOptions, cache: CacheOptions, device: torch.devic
         raise ConfigError(f"kernels is {name!r}; it must be auto or one of {', '.join(KERNELS)}")
     if name in _CPU_ONLY_KERNELS and device.type != "cpu":
         raise ConfigError(f"kernels is {name}, which computes on a CPU, and device is {device}")
+    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("kernels is triton, which computes on a GPU, and device is cpu; use cpu")
     kernels = load_kernels(name)
     if cache.kv_dtype == "auto":
         return kernels
@@ -51,13 +54,14 @@ def choose_kernels(model: ModelOptions, cache: CacheOptions, device: torch.devic
     return quantized
 
 
-def check_memory_options(cache: CacheOptions, device: torch.device) -> None:
-    """Raise ConfigError for a size of the KV cache that says nothing on this device."""
+def check_device_options(model: ModelOptions, cache: CacheOptions, device: torch.device) -> None:
+    """Raise ConfigError for an option that says nothing on this device, whatever the model."""
     if cache.memory_fraction is not None and device.type != "cuda":
         raise ConfigError(
             "memory_fraction is a share of a GPU's memory, and device is "
             f"{device}: give kv_tokens or kv_cache_memory"
         )
+    wants_graphs(model, device, can_be_recorded=True)
 
 
 def wants_graphs(model: ModelOptions, device: torch.device, *, can_be_recorded: bool) -> bool:

@@ -157,14 +157,19 @@ class Operations(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        arguments = list(_leaves((args, kwargs)))
-        self.noted.append((str(function), *map(self._noted, arguments)))
+        arguments = self.note(str(function), (args, kwargs))
         results = function(*args, **kwargs)
         addresses = {_address(a) for a in arguments if isinstance(a, Tensor)}
         for result in _leaves(results):
             if isinstance(result, Tensor) and _address(result) not in addresses:
                 self._made[_address(result)] = result
         return results
+
+    def note(self, name: str, nested_arguments: object) -> list[object]:
+        """One operation; its arguments one by one."""
+        arguments = list(_leaves(nested_arguments))
+        self.noted.append((name, *map(self._noted, arguments)))
+        return arguments
 
     def _noted(self, argument: object) -> object:
         if not isinstance(argument, Tensor):

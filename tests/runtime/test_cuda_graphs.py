@@ -115,7 +115,6 @@ def check_equal(graphed: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     "case_name",
     [
         "llama-yarn_rope",
-        "mistral-window",
         "gemma2-soft_caps",
         "gemma3_text-local_and_global_layers",
     ],

@@ -6,7 +6,7 @@ import torch
 from sapwood import ConfigError
 from sapwood.runtime.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from sapwood.runtime.device_options import (
-    check_memory_options,
+    check_device_options,
     choose_device,
     choose_kernels,
     wants_graphs,
@@ -46,11 +46,14 @@ def test_graphs_that_cannot_be_had_are_refused_if_they_are_asked_for(
         wants_graphs(ModelOptions(cuda_graphs=cuda_graphs), device, can_be_recorded=can_be_recorded)
 
 
-def test_a_share_of_a_gpu_is_refused_on_a_cpu() -> None:
+def test_what_says_nothing_on_a_cpu_is_refused_there() -> None:
+    plain = ModelOptions()
     with pytest.raises(ConfigError, match="device is cpu: give kv_tokens or kv_cache_memory"):
-        check_memory_options(CacheOptions(memory_fraction=0.5), CPU)
-    check_memory_options(CacheOptions(memory_fraction=0.5), CUDA)
-    check_memory_options(CacheOptions(kv_tokens=64), CPU)
+        check_device_options(plain, CacheOptions(memory_fraction=0.5), CPU)
+    with pytest.raises(ConfigError, match="cuda_graphs is start"):
+        check_device_options(ModelOptions(cuda_graphs="start"), CacheOptions(), CPU)
+    check_device_options(ModelOptions(cuda_graphs="none"), CacheOptions(kv_tokens=64), CPU)
+    check_device_options(ModelOptions(cuda_graphs="start"), CacheOptions(memory_fraction=0.5), CUDA)
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, True, "0.9", float("nan")])
@@ -112,6 +115,14 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_kernels_for_a_cpu_are_refused_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="computes on a CPU, and device is cuda"):
         choose_kernels(ModelOptions(kernels="cpu"), CacheOptions(), CUDA)
+
+
+def test_kernels_for_a_gpu_are_refused_on_a_cpu_that_does_not_interpret_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="computes on a GPU, and device is cpu; use cpu"):
+        choose_kernels(ModelOptions(kernels="triton"), CacheOptions(), CPU)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])

@@ -273,6 +273,9 @@ def test_one_wrong_input_of_many_submits_none(engine: Engine) -> None:
         {"kernels": ["cpu"]},
         {"schedule_policy": ["lpm"]},
         {"kv_cache_memory": 10, "num_kv_blocks": None},
+        {"memory_fraction": 0.5, "num_kv_blocks": None, "device": "cpu"},
+        {"cuda_graphs": "start", "device": "cpu"},
+        {"kv_dtype": "int4"},
     ],
 )
 def test_a_wrong_option_is_refused(tiny_model: Path, options: dict[str, object]) -> None:
@@ -474,6 +477,19 @@ def test_an_error_in_an_abort_or_a_flush_does_not_end_the_engine(
 def test_a_pool_that_cannot_be_had_is_told(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="are free"):
         tiny_engine(tiny_model, num_kv_blocks=10**12)
+
+
+def test_a_cache_has_room_for_the_tokens_asked_for(tiny_model: Path) -> None:
+    with tiny_engine(tiny_model, num_kv_blocks=None, kv_tokens=100) as engine:
+        assert (engine.info.num_kv_blocks, engine.info.kv_capacity_tokens) == (7, 112)
+
+
+def test_keys_and_values_in_a_byte_are_told_and_answer(tiny_model: Path) -> None:
+    for name, told in (("int8", "int8"), ("fp8", "float8_e4m3fn")):
+        with tiny_engine(tiny_model, kv_dtype=name, quantize="none") as engine:
+            assert engine.info.kv_dtype == told
+            assert engine.info.precision == f"float32, keys and values in {told}"
+            assert len(engine.generate("The quick", GREEDY)[0].outputs[0].token_ids) == 12
 
 
 def test_a_pool_smaller_than_the_context_is_told(

@@ -75,7 +75,7 @@ def graph_plan(meter: MadeUpMeter, *, at_start: bool = True) -> GraphPlan:
         row_counts=graph_row_counts(8),
         vocab_size=VOCAB_SIZE,
         max_context_len=40,
-        recorder=meter.recorder,
+        make_recorder=lambda: meter.recorder,
         at_start=at_start,
     )
 
