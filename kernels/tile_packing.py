@@ -1,6 +1,6 @@
 """A step's tiles in one int32 buffer, so that one copy brings them to the device.
 
-    buffer   [counts | positions | tiles, rows, merge lists | ... of the next window | block ids ...)
+    buffer   [positions | counts, tiles, rows, merge lists, block ids of one window | of another )
 
 Kernels read `counts` on the device: with a `TileCapacity` each section has a fixed place and size,
 so that a CUDA graph can be replayed over other tiles, and programs beyond the counts return.
@@ -47,7 +47,7 @@ class GroupSection(NamedTuple):
 class WindowSections:
     """Where the arrays of one `TilePlan` lie.
 
-    `counts` [len(groups) + 1]: the number of tiles of each group, and of merged rows. `num_partials`
+    `counts` [len(groups) + 1]: the tiles of each group, and the merged rows. `num_partials`
     and `num_merged_rows` are what the workspace and the grid of the merge have to hold: with a
     capacity, the capacity's. `positions` is the same section for all windows.
     """
