@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sapwood.kernels.tiles import Int32Array, TilePlan, TileShape
+import numpy as np
+
+from sapwood.kernels.segments import Int32Array
+from sapwood.kernels.tiles import TileColumn, TilePlan, TileShape
+
+_ALIGNMENT = 8  # elements: 32 bytes, a tile's and a sector of memory's
 
 
 class Section(NamedTuple):
@@ -33,6 +38,50 @@ class TileCapacity:
     num_tile_rows: int
     num_merged_rows: int
     num_partials: int
+
+    @classmethod
+    def of(cls, plan: TilePlan) -> TileCapacity:
+        """What holds this plan and no more."""
+        return cls(
+            num_rows=len(plan.positions),
+            num_tiles=tuple(group.num_tiles for group in plan.groups),
+            num_block_ids=len(plan.block_ids),
+            num_tile_rows=len(plan.rows),
+            num_merged_rows=len(plan.merged_rows),
+            num_partials=plan.num_partials,
+        )
+
+    @classmethod
+    def for_decoding(
+        cls, num_rows: int, *, num_block_ids: int, rows_per_tile: int, programs_per_head: int
+    ) -> TileCapacity:
+        """Room for steps of `num_rows` rows of as many sequences, reasoned and not a bound: a tail
+        for each row and as many edges, four waves of pieces in each group, and eight ranges a row.
+        Deep trees of many short edges may not fit; such a step runs without a graph.
+
+        `num_block_ids`: entries of all block tables, if nothing is shared. `rows_per_tile`: query
+        rows of a narrow tile.
+        """
+        num_tiles = 2 * num_rows + 4 * programs_per_head
+        return cls(
+            num_rows=num_rows,
+            num_tiles=(num_tiles, num_tiles),
+            num_block_ids=num_block_ids,
+            num_tile_rows=8 * num_rows,
+            num_merged_rows=num_rows,
+            num_partials=8 * num_rows + 4 * programs_per_head * min(rows_per_tile, num_rows),
+        )
+
+    def holds(self, plan: TilePlan) -> bool:
+        needed = TileCapacity.of(plan)
+        return (
+            needed.num_rows <= self.num_rows
+            and all(a <= b for a, b in zip(needed.num_tiles, self.num_tiles, strict=True))
+            and needed.num_block_ids <= self.num_block_ids
+            and needed.num_tile_rows <= self.num_tile_rows
+            and needed.num_merged_rows <= self.num_merged_rows
+            and needed.num_partials <= self.num_partials
+        )
 
 
 class GroupSection(NamedTuple):
@@ -89,4 +138,79 @@ def pack(
 
     With the same windows and capacity the sections are the same, whatever the plans.
     """
-    raise NotImplementedError
+    if capacity is not None and not all(capacity.holds(plan) for plan in plans.values()):
+        return None
+    cursor = _Cursor()
+    some = next(iter(plans.values()))
+    positions = cursor.take(capacity.num_rows if capacity else len(some.positions))
+    sections: dict[int | None, WindowSections] = {}
+    laid_out: list[tuple[TilePlan, WindowSections]] = []
+    for window in sorted(plans, key=lambda window: (window is None, window)):
+        plan = plans[window]
+        known = [own for other, own in laid_out if other is plan and capacity is None]
+        if not known:
+            known = [_lay_out(plan, capacity or TileCapacity.of(plan), positions, cursor)]
+            laid_out.append((plan, known[0]))
+        sections[window] = known[0]
+    buffer = np.zeros(cursor.end, dtype=np.int32)
+    for plan, own in laid_out:
+        _fill(buffer, plan, own)
+    last_plan, last = laid_out[-1]
+    return PackedTiles(
+        buffer=buffer,
+        num_used=last.block_ids.offset + len(last_plan.block_ids),
+        sections=sections,
+    )
+
+
+class _Cursor:
+    """Takes sections one behind the other."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def take(self, length: int) -> Section:
+        section = Section(self.end, length)
+        self.end += -(-length // _ALIGNMENT) * _ALIGNMENT
+        return section
+
+
+def _lay_out(
+    plan: TilePlan, capacity: TileCapacity, positions: Section, cursor: _Cursor
+) -> WindowSections:
+    """Of the plan only the shapes of its groups are looked at. Block ids come last: of all arrays
+    they fill their capacity least, and what lies behind them need not be copied."""
+    return WindowSections(
+        counts=cursor.take(len(plan.groups) + 1),
+        groups=tuple(
+            GroupSection(group.shape, num_tiles, cursor.take(num_tiles * len(TileColumn)))
+            for group, num_tiles in zip(plan.groups, capacity.num_tiles, strict=True)
+        ),
+        positions=positions,
+        rows=cursor.take(capacity.num_tile_rows),
+        merged_rows=cursor.take(capacity.num_merged_rows),
+        merge_offsets=cursor.take(capacity.num_merged_rows + 1),
+        partial_ids=cursor.take(capacity.num_partials),
+        block_ids=cursor.take(capacity.num_block_ids),
+        num_merged_rows=capacity.num_merged_rows,
+        num_partials=capacity.num_partials,
+    )
+
+
+def _fill(buffer: Int32Array, plan: TilePlan, sections: WindowSections) -> None:
+    counts = [*(group.num_tiles for group in plan.groups), len(plan.merged_rows)]
+    filled = [
+        (sections.counts, np.array(counts, dtype=np.int32)),
+        *(
+            (section.tiles, group.tiles.reshape(-1))
+            for section, group in zip(sections.groups, plan.groups, strict=True)
+        ),
+        (sections.positions, plan.positions),
+        (sections.rows, plan.rows),
+        (sections.merged_rows, plan.merged_rows),
+        (sections.merge_offsets, plan.merge_offsets),
+        (sections.partial_ids, plan.partial_ids),
+        (sections.block_ids, plan.block_ids),
+    ]
+    for section, values in filled:
+        buffer[section.offset : section.offset + len(values)] = values

@@ -15,15 +15,30 @@ Pure values of numpy arrays; nothing here imports torch or knows what a device i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.ragged import Int64Array, ranges
+from sapwood.kernels.segments import AttentionPlan, Int32Array
+from sapwood.kernels.tile_grouping import KeyRanges, RowTiling, group_keys
+from sapwood.kernels.tile_shapes import TileCost, TileShape, TileShapes
+from sapwood.kernels.tile_splitting import Spans, count_pieces, piece_lengths
+from sapwood.kernels.windows import narrowed
 
-Int32Array = NDArray[np.int32]
+__all__ = [
+    "TileColumn",
+    "TileCost",
+    "TileGroup",
+    "TilePlan",
+    "TileShape",
+    "TileShapes",
+    "plan_tiles",
+]
 
 
 class TileColumn(IntEnum):
@@ -50,55 +65,6 @@ class TileColumn(IntEnum):
     """Partial result of the tile's first row, the others follow; -1: the results are final."""
     RESERVED = 7
     """0; makes a tile 32 bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileShape:
-    """What one program works on: BLOCK_M packed rows, which are query rows times the heads of a
-    KV group, by BLOCK_N keys an iteration; and how it is compiled. From the tuning table."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "keys", "num_warps", "num_stages"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be positive")
-
-    def num_query_rows(self, group_size: int) -> int:
-        """Query rows that one tile takes: at least one, whatever the heads of a KV group."""
-        return max(self.rows // group_size, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileCost:
-    """Seconds that one program takes on a device that is full, measured.
-
-    `per_tile`: to begin and to end, without any key. `per_key`: for each key and its value.
-    """
-
-    per_tile: float
-    per_key: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileShapes:
-    """The shapes to choose from and what they cost. From the tuning table.
-
-    `narrow` is for few rows (decoding, drafts, small groups), `wide` for many (chunks, prompts,
-    edges that many sequences share). `per_partial`: seconds that one program takes to write and
-    merge the partial result of one query row and KV head. `per_launch`: seconds from the end of one
-    launch to the beginning of the next.
-    """
-
-    narrow: TileShape
-    wide: TileShape
-    narrow_cost: TileCost
-    wide_cost: TileCost
-    per_partial: float
-    per_launch: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +119,183 @@ def plan_tiles(
     """The tiles of a step for layers of one window.
 
     `num_programs` are those that the device runs at once, over all KV heads; `group_size` the query
-    heads of a KV head. Cost: some tens of numpy calls, and O(1) Python for each shared segment.
+    heads of a KV head. Cost: about a hundred numpy calls, and a few Python operations for each
+    segment. Raises ValueError where a shared segment has some rows of a private one and not all.
     """
-    raise NotImplementedError
+    window = narrowed(plan, window)
+    tiling = RowTiling.of(shapes, group_size)
+    keys, positions = group_keys(plan, window, tiling, shapes)
+    cuts = []
+    for row_tiles, shape, cost in zip(
+        _row_tiles(keys, positions, window, tiling),
+        (shapes.narrow, shapes.wide),
+        (shapes.narrow_cost, shapes.wide_cost),
+        strict=True,
+    ):
+        lengths = piece_lengths(
+            row_tiles.spans,
+            cost=cost,
+            per_partial=shapes.per_partial,
+            per_launch=shapes.per_launch,
+            num_programs=num_programs / num_kv_heads,
+            key_step=shape.keys,
+        )
+        cuts.append(_tiles(row_tiles, lengths, keys, window, plan.block_size))
+    num_partials = _number_partials(cuts)
+    merges = _merges(cuts, keys.rows)
+    return TilePlan(
+        groups=(
+            TileGroup(shape=shapes.narrow, tiles=cuts[0]),
+            TileGroup(shape=shapes.wide, tiles=cuts[1]),
+        ),
+        block_ids=keys.block_ids,
+        rows=keys.rows,
+        positions=positions.astype(np.int32),
+        merged_rows=merges.rows,
+        merge_offsets=merges.offsets,
+        partial_ids=merges.partial_ids,
+        num_partials=num_partials,
+    )
+
+
+_PARTIAL, _FINAL = 0, -1  # what stands in the column before partial results have their numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowTiles:
+    """Rows of ranges, as many as go into a tile, int64 [num_row_tiles] each.
+
+    `lows` and `highs` are the positions of the first and the last row.
+    """
+
+    range_ids: Int64Array
+    row_offsets: Int64Array
+    lows: Int64Array
+    highs: Int64Array
+    spans: Spans
+
+    def where(self, mask: NDArray[np.bool_]) -> _RowTiles:
+        return _RowTiles(
+            range_ids=self.range_ids[mask],
+            row_offsets=self.row_offsets[mask],
+            lows=self.lows[mask],
+            highs=self.highs[mask],
+            spans=self.spans.where(mask),
+        )
+
+
+class _Merges(NamedTuple):
+    rows: Int32Array
+    offsets: Int32Array
+    partial_ids: Int32Array
+
+
+def _row_tiles(
+    keys: KeyRanges, positions: Int64Array, window: int | None, tiling: RowTiling
+) -> tuple[_RowTiles, _RowTiles]:
+    """Those of the narrow and of the wide shape."""
+    rows_of_range = np.diff(keys.row_offsets)
+    is_wide = tiling.is_wide(rows_of_range)
+    most = np.where(is_wide, tiling.wide_rows, tiling.narrow_rows)
+    counts = -(-rows_of_range // most)
+    range_ids = np.repeat(np.arange(len(counts)), counts)
+    row_offsets = keys.row_offsets[range_ids] + ranges(0 * counts, counts) * most[range_ids]
+    num_rows = np.minimum(keys.row_offsets[range_ids + 1] - row_offsets, most[range_ids])
+    lows, highs, has_partials = _row_facts(keys.rows, row_offsets, positions)
+    begins = firsts = keys.starts[range_ids]
+    if window is not None:
+        begins = np.maximum(firsts, lows + 1 - window)
+    lasts = keys.ends[range_ids]
+    spans = Spans(
+        firsts=firsts,
+        lasts=lasts,
+        begins=begins,
+        ends=np.minimum(lasts, highs + 1),
+        num_rows=num_rows,
+        has_partials=has_partials,
+    )
+    both = _RowTiles(
+        range_ids=range_ids, row_offsets=row_offsets, lows=lows, highs=highs, spans=spans
+    )
+    return both.where(~is_wide[range_ids]), both.where(is_wide[range_ids])
+
+
+def _row_facts(
+    rows: Int32Array, row_offsets: Int64Array, positions: Int64Array
+) -> tuple[Int64Array, Int64Array, NDArray[np.bool_]]:
+    """Of each run of rows: its lowest and highest position, and whether one has several ranges."""
+    if not len(rows):
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing, np.zeros(0, dtype=np.bool_)
+    own = positions[rows]
+    num_ranges = np.bincount(rows, minlength=len(positions))[rows]
+    return (
+        np.minimum.reduceat(own, row_offsets),
+        np.maximum.reduceat(own, row_offsets),
+        np.maximum.reduceat(num_ranges, row_offsets) > 1,
+    )
+
+
+def _tiles(
+    row_tiles: _RowTiles,
+    piece_lengths: Int64Array,
+    keys: KeyRanges,
+    window: int | None,
+    block_size: int,
+) -> Int32Array:
+    """The pieces of row tiles as tiles [num_tiles, 8], the longest first; same keys together."""
+    spans = row_tiles.spans
+    num_pieces = count_pieces(spans, piece_lengths)
+    of = np.repeat(np.arange(len(num_pieces)), num_pieces)
+    lengths, firsts = piece_lengths[of], spans.firsts[of]
+    pieces = ranges((spans.begins - spans.firsts) // piece_lengths, num_pieces)
+    begins = np.maximum(firsts + pieces * lengths, spans.begins[of])
+    num_keys = np.minimum(firsts + (pieces + 1) * lengths, spans.ends[of]) - begins
+    num_seen = np.clip(row_tiles.lows[of] + 1 - begins, 0, num_keys)
+    if window is not None:
+        num_seen[row_tiles.highs[of] + 1 - window > begins] = 0
+    range_ids = row_tiles.range_ids[of]
+    first_blocks = keys.starts[range_ids] // block_size
+    is_partial = (spans.has_partials | (num_pieces > 1))[of]
+    tiles = np.zeros((len(of), len(TileColumn)), dtype=np.int32)
+    tiles[:, TileColumn.BLOCK_OFFSET] = (
+        keys.block_offsets[range_ids] + begins // block_size - first_blocks
+    )
+    tiles[:, TileColumn.FIRST_POSITION] = begins
+    tiles[:, TileColumn.NUM_KEYS] = num_keys
+    tiles[:, TileColumn.ROW_OFFSET] = row_tiles.row_offsets[of]
+    tiles[:, TileColumn.NUM_ROWS] = spans.num_rows[of]
+    tiles[:, TileColumn.NUM_KEYS_ALL_SEE] = num_seen
+    tiles[:, TileColumn.PARTIAL] = np.where(is_partial, _PARTIAL, _FINAL)
+    order: Int64Array = np.lexsort((begins, range_ids, -num_keys))
+    return tiles[order]
+
+
+def _number_partials(cuts: Sequence[Int32Array]) -> int:
+    """Give the rows of tiles with partial results their numbers, in place; how many there are."""
+    num_partials = 0
+    for tiles in cuts:
+        is_partial = tiles[:, TileColumn.PARTIAL] == _PARTIAL
+        num_rows = tiles[is_partial, TileColumn.NUM_ROWS]
+        ends = num_partials + np.cumsum(num_rows)
+        tiles[is_partial, TileColumn.PARTIAL] = ends - num_rows
+        num_partials += int(num_rows.sum())
+    return num_partials
+
+
+def _merges(cuts: Sequence[Int32Array], rows: Int32Array) -> _Merges:
+    """Which partial results are those of which row."""
+    tiles = np.concatenate(cuts)
+    tiles = tiles[tiles[:, TileColumn.PARTIAL] != _FINAL]
+    tiles = tiles[np.argsort(tiles[:, TileColumn.FIRST_POSITION], kind="stable")].astype(np.int64)
+    num_rows = tiles[:, TileColumn.NUM_ROWS]
+    of_partial = rows[ranges(tiles[:, TileColumn.ROW_OFFSET], num_rows)]
+    order = np.argsort(of_partial, kind="stable")
+    of_partial = of_partial[order]
+    is_first = np.diff(of_partial, prepend=-1) > 0
+    offsets = np.append(np.flatnonzero(is_first), len(of_partial))
+    return _Merges(
+        rows=of_partial[is_first],
+        offsets=offsets.astype(np.int32),
+        partial_ids=ranges(tiles[:, TileColumn.PARTIAL], num_rows)[order].astype(np.int32),
+    )
