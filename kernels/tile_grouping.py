@@ -7,11 +7,11 @@
 
 An edge that is read apart costs tiles, and a partial result for each of its rows; one that is
 pushed down is read again by each of its children, which begin that much earlier. From the root down
-each edge takes what is cheaper, with what was pushed to it as a part of its length. Others weigh the
-same differently: in FastTree (Pan et al., MLSys 2025) each child may leave its parent's group, by
-what padding of tiles and reductions cost; DeFT (Yao et al., ICLR 2025) groups every edge and cuts
-all keys evenly; Hydragen (Juravsky et al. 2024) and FlashInfer's cascade (Ye et al. 2024) read each
-level apart. Here a tile costs the same with one row as with all, since decoding waits for memory.
+each edge takes what is cheaper, with what was pushed to it as a part of its length. Others weigh
+the same differently: in FastTree (Pan et al., MLSys 2025) each child may leave its parent's group,
+by what padding of tiles and reductions cost; DeFT (Yao et al., ICLR 2025) groups every edge and
+cuts all keys evenly; Hydragen (Juravsky et al. 2024) and FlashInfer's cascade (Ye et al. 2024) read
+each level apart. Here a tile costs the same with one row as with all: decoding waits for memory.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def _tile_costs(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """For ranges of so many rows: how often a key is loaded, what that takes, what tiles take."""
     is_wide, loads = tiling.is_wide(num_rows), tiling.num_tiles(num_rows)
-    per_key = np.where(is_wide, shapes.wide_cost.per_key, shapes.narrow_cost.per_key)
-    per_tile = np.where(is_wide, shapes.wide_cost.per_tile, shapes.narrow_cost.per_tile)
+    per_key: FloatArray = np.where(is_wide, shapes.wide_cost.per_key, shapes.narrow_cost.per_key)
+    per_tile: FloatArray = np.where(is_wide, shapes.wide_cost.per_tile, shapes.narrow_cost.per_tile)
     return loads.astype(np.float64), loads * per_key, loads * per_tile
 
 
@@ -269,8 +269,8 @@ def _sums_below(
 
     def sums(of_edges: FloatArray, of_tails: FloatArray) -> FloatArray:
         both = np.concatenate([of_edges, of_tails])
-        totals: FloatArray = np.bincount(above, weights=both, minlength=len(of_edges) + 1)[1:]
-        return totals
+        totals = np.bincount(above, weights=both, minlength=len(of_edges) + 1)
+        return totals[1:].astype(np.float64)
 
     return sums(loads, tail_loads), sums(key_seconds, tail_key_seconds)
 
