@@ -16,7 +16,7 @@ each level apart. Here a tile costs the same with one row as with all: decoding 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -36,7 +36,7 @@ class KeyRanges:
 
     Range `i` is the positions `[starts[i], ends[i])` of the blocks from `block_offsets[i]` on, of
     which the first holds position `starts[i] // block_size * block_size`, and the rows
-    `rows[row_offsets[i] : row_offsets[i + 1]]`. All int64 but the rows and blocks.
+    `rows[row_offsets[i] : row_offsets[i + 1]]`, in tiles of the wide shape or not.
     """
 
     starts: Int64Array
@@ -45,37 +45,39 @@ class KeyRanges:
     block_ids: Int32Array
     row_offsets: Int64Array
     rows: Int32Array
+    is_wide: BoolArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTiling:
-    """How many query rows go into a tile, and which of the two shapes takes a number of rows."""
+    """How many query rows go into a tile. Ranges of `wide_from` rows and more have wide tiles.
+
+    By the number of rows alone, those that a window hides the range from included, so that a group
+    never has smaller tiles than its rows would by themselves: it loads no key more often.
+    """
 
     narrow_rows: int
     wide_rows: int
-    narrow_per_key: float
-    wide_per_key: float
+    wide_from: int
 
     @classmethod
     def of(cls, shapes: TileShapes, group_size: int) -> RowTiling:
+        narrow_rows = shapes.narrow.num_query_rows(group_size)
+        wide_rows = shapes.wide.num_query_rows(group_size)
+        # More narrow tiles than this take longer to read a key than one wide tile.
+        num_narrow = max(int(shapes.wide_cost.per_key / shapes.narrow_cost.per_key), 1)
+        wide_from = narrow_rows * num_narrow + 1
         return cls(
-            narrow_rows=shapes.narrow.num_query_rows(group_size),
-            wide_rows=shapes.wide.num_query_rows(group_size),
-            narrow_per_key=shapes.narrow_cost.per_key,
-            wide_per_key=shapes.wide_cost.per_key,
+            narrow_rows=narrow_rows,
+            wide_rows=wide_rows,
+            wide_from=wide_from if wide_from <= wide_rows else np.iinfo(np.int64).max,
         )
 
     def is_wide(self, num_rows: Int64Array) -> BoolArray:
-        """Whether wide tiles read a key in less time. By the rows alone, so that a range of a
-        sequence's own has the same tiles whatever is shared above it."""
-        narrow = -(-num_rows // self.narrow_rows) * self.narrow_per_key
-        wide = -(-num_rows // self.wide_rows) * self.wide_per_key
-        return wide < narrow
+        return num_rows >= self.wide_from
 
-    def num_tiles(self, num_rows: Int64Array) -> Int64Array:
-        """Tiles that read each key of a range with so many rows."""
-        rows = np.where(self.is_wide(num_rows), self.wide_rows, self.narrow_rows)
-        return -(-num_rows // rows)
+    def rows_per_tile(self, is_wide: BoolArray) -> Int64Array:
+        return np.where(is_wide, self.wide_rows, self.narrow_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class _Tails:
     num_rows: Int64Array
     positions: Int64Array
     tail_of_row: Int64Array
+    is_wide: BoolArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,7 @@ class _Edges:
     num_rows: Int64Array
     rows: Int64Array
     reach: Int64Array
+    is_wide: BoolArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +123,6 @@ class _Grouping:
     pushed_edges: list[tuple[int, ...]]
 
 
-def row_positions(plan: AttentionPlan) -> Int64Array:
-    """Where each of the plan's rows stands in its sequence, int64 [num_rows]."""
-    return _tails(plan).positions
-
-
 def group_keys(
     plan: AttentionPlan, window: int | None, tiling: RowTiling, shapes: TileShapes
 ) -> tuple[KeyRanges, Int64Array]:
@@ -132,13 +131,13 @@ def group_keys(
     The rows of a private segment lie in the same shared ones: they are one sequence's. Raises
     ValueError where they do not.
     """
-    tails = _tails(plan)
-    edges = _edges(plan, tails, window)
+    tails = _tails(plan, tiling)
+    edges = _edges(plan, tails, window, tiling)
     grouping = _group(edges, tails, tiling, shapes)
     return _ranges(plan, edges, tails, grouping, window), tails.positions
 
 
-def _tails(plan: AttentionPlan) -> _Tails:
+def _tails(plan: AttentionPlan, tiling: RowTiling) -> _Tails:
     facts = np.array(
         [(p.start, p.length, p.first_row, p.num_rows) for p in plan.private], dtype=np.int64
     ).reshape(-1, 4)
@@ -156,14 +155,16 @@ def _tails(plan: AttentionPlan) -> _Tails:
         num_rows=num_rows,
         positions=positions,
         tail_of_row=tail_of_row,
+        is_wide=tiling.is_wide(num_rows),
     )
 
 
-def _edges(plan: AttentionPlan, tails: _Tails, window: int | None) -> _Edges:
+def _edges(plan: AttentionPlan, tails: _Tails, window: int | None, tiling: RowTiling) -> _Edges:
     facts = np.array(
         [(s.start, s.length, len(s.rows)) for s in plan.shared], dtype=np.int64
     ).reshape(-1, 3)
     starts, lengths, num_rows = facts.T
+    is_wide = tiling.is_wide(num_rows)
     ends = starts + lengths
     empty = np.zeros(0, dtype=np.int32)
     rows = np.concatenate([empty, *(s.rows for s in plan.shared)]).astype(np.int64)
@@ -174,10 +175,13 @@ def _edges(plan: AttentionPlan, tails: _Tails, window: int | None) -> _Edges:
     else:
         seen = tails.positions[rows] + 1 - window < ends[edge_of_row]
         rows, edge_of_row = rows[seen], edge_of_row[seen]
+        # Rows that see about as far stand together, so that few tiles read what few rows see.
+        order = np.lexsort((tails.positions[rows], edge_of_row))
+        rows, edge_of_row = rows[order], edge_of_row[order]
         num_rows = np.bincount(edge_of_row, minlength=len(facts))
-        lowest = np.full(len(facts), np.iinfo(np.int64).max)
-        np.minimum.at(lowest, edge_of_row, tails.positions[rows])
-        reach = np.where(num_rows > 0, ends - np.minimum(lowest, ends + window) - 1 + window, 0)
+        reach = np.zeros(len(facts), dtype=np.int64)
+        firsts = offsets_of(num_rows)[:-1][num_rows > 0]
+        reach[num_rows > 0] = ends[num_rows > 0] + window - 1 - tails.positions[rows[firsts]]
     return _Edges(
         starts=starts,
         ends=ends,
@@ -186,6 +190,7 @@ def _edges(plan: AttentionPlan, tails: _Tails, window: int | None) -> _Edges:
         num_rows=num_rows,
         rows=rows,
         reach=reach,
+        is_wide=is_wide,
     )
 
 
@@ -215,10 +220,9 @@ def _group(edges: _Edges, tails: _Tails, tiling: RowTiling, shapes: TileShapes) 
     grouping = _Grouping([], [0] * num_edges, [0] * num_edges, [()] * num_edges)
     if not num_edges:
         return grouping
-    loads, key_seconds, tile_seconds = _tile_costs(edges.num_rows, tiling, shapes)
-    loads_below, key_seconds_below = _sums_below(edges, tails, loads, key_seconds, tiling, shapes)
-    saves_loads = (loads_below > loads).tolist()
-    saved_per_key = (key_seconds_below - key_seconds).tolist()
+    key_seconds, tile_seconds = _tile_costs(edges, tiling, shapes)
+    below = _key_seconds_below(edges, tails, key_seconds, tiling, shapes)
+    saved_per_key = (below - key_seconds).tolist()
     overhead = tile_seconds + edges.num_rows * shapes.per_partial
     seconds_apart = overhead.tolist()
     # The first edge apart makes partial results also of what is below it, which was final.
@@ -235,7 +239,7 @@ def _group(edges: _Edges, tails: _Tails, tiling: RowTiling, shapes: TileShapes) 
         grouping.tokens_above[edge] = above
         num_keys = min(above + lengths[edge], reach[edge])
         cost = seconds_apart[edge] if has_apart_above[edge] else seconds_first[edge]
-        if saves_loads[edge] and saved_per_key[edge] * num_keys > cost:
+        if saved_per_key[edge] * num_keys > cost:
             grouping.apart.append(edge)
             has_apart_above[edge] = True
         else:
@@ -246,33 +250,25 @@ def _group(edges: _Edges, tails: _Tails, tiling: RowTiling, shapes: TileShapes) 
 
 
 def _tile_costs(
-    num_rows: Int64Array, tiling: RowTiling, shapes: TileShapes
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """For ranges of so many rows: how often a key is loaded, what that takes, what tiles take."""
-    is_wide, loads = tiling.is_wide(num_rows), tiling.num_tiles(num_rows)
-    per_key: FloatArray = np.where(is_wide, shapes.wide_cost.per_key, shapes.narrow_cost.per_key)
-    per_tile: FloatArray = np.where(is_wide, shapes.wide_cost.per_tile, shapes.narrow_cost.per_tile)
-    return loads.astype(np.float64), loads * per_key, loads * per_tile
-
-
-def _sums_below(
-    edges: _Edges,
-    tails: _Tails,
-    loads: FloatArray,
-    key_seconds: FloatArray,
-    tiling: RowTiling,
-    shapes: TileShapes,
+    of: _Edges | _Tails, tiling: RowTiling, shapes: TileShapes
 ) -> tuple[FloatArray, FloatArray]:
-    """Of all edges and tails directly below each edge: loads of a key, and the seconds of them."""
-    tail_loads, tail_key_seconds, _ = _tile_costs(tails.num_rows, tiling, shapes)
+    """Of each range: seconds to read a key in all of its tiles, and to run them without keys."""
+    wide, narrow = shapes.wide_cost, shapes.narrow_cost
+    num_tiles = -(-of.num_rows // tiling.rows_per_tile(of.is_wide))
+    per_key: FloatArray = np.where(of.is_wide, wide.per_key, narrow.per_key)
+    per_tile: FloatArray = np.where(of.is_wide, wide.per_tile, narrow.per_tile)
+    return num_tiles * per_key, num_tiles * per_tile
+
+
+def _key_seconds_below(
+    edges: _Edges, tails: _Tails, key_seconds: FloatArray, tiling: RowTiling, shapes: TileShapes
+) -> FloatArray:
+    """Seconds to read a key in the tiles of all edges and tails directly below each edge."""
+    of_tails, _ = _tile_costs(tails, tiling, shapes)
     above = np.concatenate([edges.parents, edges.parents_of_tails]) + 1
-
-    def sums(of_edges: FloatArray, of_tails: FloatArray) -> FloatArray:
-        both = np.concatenate([of_edges, of_tails])
-        totals = np.bincount(above, weights=both, minlength=len(of_edges) + 1)
-        return totals[1:].astype(np.float64)
-
-    return sums(loads, tail_loads), sums(key_seconds, tail_key_seconds)
+    both = np.concatenate([key_seconds, of_tails])
+    sums = np.bincount(above, weights=both, minlength=len(key_seconds) + 1)
+    return sums[1:].astype(np.float64)
 
 
 def _ranges(
@@ -313,6 +309,7 @@ def _ranges(
         block_ids=block_ids,
         row_offsets=row_offsets,
         rows=rows.astype(np.int32),
+        is_wide=np.concatenate([edges.is_wide[apart], tails.is_wide]),
     )
     return whole if window is None else _cut(whole, tails.positions, window, plan.block_size)
 
@@ -323,11 +320,9 @@ def _cut(whole: KeyRanges, positions: Int64Array, window: int, block_size: int) 
     starts = np.maximum(whole.starts, lowest + 1 - window)
     num_hidden = starts // block_size - whole.starts // block_size
     num_blocks = -(-(whole.ends - whole.starts) // block_size) - num_hidden
-    return KeyRanges(
+    return replace(
+        whole,
         starts=starts,
-        ends=whole.ends,
         block_offsets=offsets_of(num_blocks)[:-1],
         block_ids=whole.block_ids[ranges(whole.block_offsets + num_hidden, num_blocks)],
-        row_offsets=whole.row_offsets,
-        rows=whole.rows,
     )

@@ -195,8 +195,7 @@ def _row_tiles(
 ) -> tuple[_RowTiles, _RowTiles]:
     """Those of the narrow and of the wide shape."""
     rows_of_range = np.diff(keys.row_offsets)
-    is_wide = tiling.is_wide(rows_of_range)
-    most = np.where(is_wide, tiling.wide_rows, tiling.narrow_rows)
+    most = tiling.rows_per_tile(keys.is_wide)
     counts = -(-rows_of_range // most)
     range_ids = np.repeat(np.arange(len(counts)), counts)
     row_offsets = keys.row_offsets[range_ids] + ranges(0 * counts, counts) * most[range_ids]
@@ -217,7 +216,8 @@ def _row_tiles(
     both = _RowTiles(
         range_ids=range_ids, row_offsets=row_offsets, lows=lows, highs=highs, spans=spans
     )
-    return both.where(~is_wide[range_ids]), both.where(is_wide[range_ids])
+    is_wide = keys.is_wide[range_ids]
+    return both.where(~is_wide), both.where(is_wide)
 
 
 def _row_facts(

@@ -193,9 +193,7 @@ def shapes(draw: st.DrawFn) -> TileShapes:
 windows = st.one_of(st.none(), st.integers(1, 70))
 
 
-@given(
-    forests(), windows, shapes(), st.integers(1, 8), st.sampled_from([1, 3]), st.integers(1, 60)
-)
+@given(forests(), windows, shapes(), st.integers(1, 8), st.sampled_from([1, 3]), st.integers(1, 60))
 def test_every_row_sees_its_own_keys_once(
     plan: AttentionPlan,
     window: int | None,
