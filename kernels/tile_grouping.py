@@ -17,7 +17,6 @@ each level apart. Here a tile costs the same with one row as with all: decoding 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +117,6 @@ class _Grouping:
     edge passes to those below it, nothing where it is apart or unseen."""
 
     apart: list[int]
-    tokens_above: list[int]
     pushed_tokens: list[int]
     pushed_edges: list[tuple[int, ...]]
 
@@ -217,7 +215,7 @@ def _parents(
 def _group(edges: _Edges, tails: _Tails, tiling: RowTiling, shapes: TileShapes) -> _Grouping:
     """Decide edge by edge, those above before those below. A few operations of Python an edge."""
     num_edges = len(edges.starts)
-    grouping = _Grouping([], [0] * num_edges, [0] * num_edges, [()] * num_edges)
+    grouping = _Grouping([], [0] * num_edges, [()] * num_edges)
     if not num_edges:
         return grouping
     key_seconds, tile_seconds = _tile_costs(edges, tiling, shapes)
@@ -236,7 +234,6 @@ def _group(edges: _Edges, tails: _Tails, tiling: RowTiling, shapes: TileShapes) 
         has_apart_above[edge] = parent >= 0 and has_apart_above[parent]
         if not num_rows[edge]:
             continue
-        grouping.tokens_above[edge] = above
         num_keys = min(above + lengths[edge], reach[edge])
         cost = seconds_apart[edge] if has_apart_above[edge] else seconds_first[edge]
         if saved_per_key[edge] * num_keys > cost:
@@ -276,20 +273,18 @@ def _ranges(
 ) -> KeyRanges:
     """The edges apart and then the tails, each with what was pushed down to it from above."""
     apart = np.array(grouping.apart, dtype=np.int64)
-    parents, parents_of_tails = edges.parents.tolist(), edges.parents_of_tails.tolist()
-    blocks: list[list[Int32Array]] = []
-    for edge in grouping.apart:
-        carried = grouping.pushed_edges[parents[edge]] if parents[edge] >= 0 else ()
-        blocks.append([*(plan.shared[e].block_ids for e in carried), plan.shared[edge].block_ids])
-    tokens_above_tails = []
-    for private, parent in zip(plan.private, parents_of_tails, strict=True):
-        carried = grouping.pushed_edges[parent] if parent >= 0 else ()
-        tokens_above_tails.append(grouping.pushed_tokens[parent] if parent >= 0 else 0)
-        blocks.append([*(plan.shared[e].block_ids for e in carried), private.block_ids])
-    above = np.array(
-        [*(grouping.tokens_above[edge] for edge in grouping.apart), *tokens_above_tails],
-        dtype=np.int64,
-    )
+    # One more entry, which -1 leads to: nothing is pushed down to what has no edge above.
+    pushed_tokens = np.array([*grouping.pushed_tokens, 0])
+    pushed_edges = [*grouping.pushed_edges, ()]
+    parents = np.concatenate([edges.parents[apart], edges.parents_of_tails])
+    above = pushed_tokens[parents]
+    own_blocks = [plan.shared[edge].block_ids for edge in grouping.apart]
+    own_blocks += [private.block_ids for private in plan.private]
+    blocks = [np.zeros(0, dtype=np.int32)]
+    for parent, own in zip(parents.tolist(), own_blocks, strict=True):
+        if pushed_edges[parent]:
+            blocks.extend(plan.shared[edge].block_ids for edge in pushed_edges[parent])
+        blocks.append(own)
     starts = np.concatenate([edges.starts[apart], tails.starts]) - above
     ends = np.concatenate([edges.ends[apart], tails.ends])
     edge_offsets = offsets_of(edges.num_rows)
@@ -300,7 +295,7 @@ def _ranges(
         ]
     )
     row_offsets = offsets_of(np.concatenate([edges.num_rows[apart], tails.num_rows]))
-    block_ids = np.concatenate([*chain.from_iterable(blocks)]).astype(np.int32, copy=False)
+    block_ids = np.concatenate(blocks)
     num_blocks = -(-(ends - starts) // plan.block_size)
     whole = KeyRanges(
         starts=starts,
@@ -316,6 +311,8 @@ def _ranges(
 
 def _cut(whole: KeyRanges, positions: Int64Array, window: int, block_size: int) -> KeyRanges:
     """Without the keys, and the blocks of keys, that no row sees."""
+    if not len(whole.rows):
+        return whole
     lowest = np.minimum.reduceat(positions[whole.rows], whole.row_offsets[:-1])
     starts = np.maximum(whole.starts, lowest + 1 - window)
     num_hidden = starts // block_size - whole.starts // block_size

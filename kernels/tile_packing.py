@@ -56,20 +56,21 @@ class TileCapacity:
         cls, num_rows: int, *, num_block_ids: int, rows_per_tile: int, programs_per_head: int
     ) -> TileCapacity:
         """Room for steps of `num_rows` rows of as many sequences, reasoned and not a bound: a tail
-        for each row and as many edges, four waves of pieces in each group, and eight ranges a row.
-        Deep trees of many short edges may not fit; such a step runs without a graph.
+        for each row and as many edges, four ranges a row, and two waves of pieces with as many
+        rows as tiles take (four of tiles). Deep trees of many edges may not fit; such a step runs
+        without a graph.
 
         `num_block_ids`: entries of all block tables, if nothing is shared. `rows_per_tile`: query
-        rows of a narrow tile.
+        rows of a wide tile.
         """
         num_tiles = 2 * num_rows + 4 * programs_per_head
         return cls(
             num_rows=num_rows,
             num_tiles=(num_tiles, num_tiles),
             num_block_ids=num_block_ids,
-            num_tile_rows=8 * num_rows,
+            num_tile_rows=4 * num_rows,
             num_merged_rows=num_rows,
-            num_partials=8 * num_rows + 4 * programs_per_head * min(rows_per_tile, num_rows),
+            num_partials=4 * num_rows + 2 * programs_per_head * min(rows_per_tile, num_rows),
         )
 
     def holds(self, plan: TilePlan) -> bool:

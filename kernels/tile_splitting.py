@@ -26,7 +26,7 @@ FloatArray = NDArray[np.float64]
 # Lengths that are tried, in the mean load of a program: somewhat more, since whole pieces seldom
 # fit exactly, and fractions, which make waves of small pieces.
 _SHARES = (2.0, 1.5, 1.25, 1.12, 1.0, 0.8, 0.65, 0.5, 0.4, 0.33, 0.25)
-# A device whose longest tile is this part of its mean load is full enough without a cut.
+# Nothing is cut where that could save at most this part of the time.
 _SMALL_SHARE = 0.06
 
 
@@ -73,9 +73,11 @@ def piece_lengths(
     """
     whole = spans.lasts - spans.firsts
     keys = spans.ends - spans.begins
-    mean_load = keys.sum() / num_programs
-    if not len(keys) or keys.max() <= max(_SMALL_SHARE * mean_load, key_step):
+    seconds = cost.per_tile + keys.astype(np.float64) * cost.per_key
+    uncut = _wave_seconds(seconds, np.ones_like(keys), num_programs)
+    if uncut <= (1 + _SMALL_SHARE) * seconds.sum() / num_programs:
         return whole
+    mean_load = keys.sum() / num_programs
     longest = np.maximum(np.ceil(mean_load * np.array(_SHARES)), key_step)[:, None]
     num_cuts = np.where(keys <= longest, 1, np.ceil(whole / longest)).astype(np.int64)
     pieces = np.ceil(whole / num_cuts / key_step).astype(np.int64) * key_step
