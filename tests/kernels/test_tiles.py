@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
@@ -193,29 +193,52 @@ def shapes(draw: st.DrawFn) -> TileShapes:
 windows = st.one_of(st.none(), st.integers(1, 70))
 
 
-@given(forests(), windows, shapes(), st.integers(1, 8), st.sampled_from([1, 3]), st.integers(1, 60))
-def test_every_row_sees_its_own_keys_once(
-    plan: AttentionPlan,
-    window: int | None,
-    shapes: TileShapes,
-    group_size: int,
-    num_kv_heads: int,
-    num_programs: int,
-) -> None:
+@dataclass(frozen=True)
+class Device:
+    """What tiles are planned for."""
+
+    shapes: TileShapes
+    group_size: int
+    num_kv_heads: int
+    num_programs: int
+
+
+devices = st.builds(
+    Device, shapes(), st.integers(1, 8), st.sampled_from([1, 3]), st.integers(1, 60)
+)
+
+
+def check_on(device: Device, plan: AttentionPlan, window: int | None) -> None:
     def planned(plan: AttentionPlan) -> TilePlan:
         return plan_tiles(
             plan,
             window=window,
-            group_size=group_size,
-            num_kv_heads=num_kv_heads,
-            shapes=shapes,
-            num_programs=num_programs,
+            group_size=device.group_size,
+            num_kv_heads=device.num_kv_heads,
+            shapes=device.shapes,
+            num_programs=device.num_programs,
         )
 
     tiles = planned(plan)
-    check(tiles, plan, window, group_size)
+    check(tiles, plan, window, device.group_size)
     flat = planned(flattened(plan))
     assert tiles.num_kv_tokens_read <= flat.num_kv_tokens_read
+
+
+@given(devices, forests(), windows)
+def test_every_row_sees_its_own_keys_once_and_loads_are_no_more_than_flat_ones(
+    device: Device, plan: AttentionPlan, window: int | None
+) -> None:
+    check_on(device, plan, window)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(devices, forests(), windows)
+def test_every_row_sees_its_own_keys_once_in_many_forests(
+    device: Device, plan: AttentionPlan, window: int | None
+) -> None:
+    check_on(device, plan, window)
 
 
 def test_a_plan_without_rows_has_no_tiles() -> None:
