@@ -448,6 +448,20 @@ def test_rows_that_see_about_as_far_back_share_a_tile() -> None:
     assert tiles.num_kv_tokens_read == 990 + 100 + 32 * (10 + 900)
 
 
+def test_rows_that_see_none_of_an_edge_are_not_among_its_rows() -> None:
+    builder = Builder(16)
+
+    def below(start: int) -> None:
+        for tail_len in (10, 1000) * 32:
+            builder.tail(start, tail_len)
+
+    builder.edge(0, 128, below)
+    plan = builder.plan()
+    tiles = tiled(plan, window=1000)  # the last of 1,000 tokens sees up to the first
+    check(tiles, plan, 1000)
+    assert len(tiles.rows) == 32 + 64
+
+
 def test_a_group_of_few_rows_in_the_window_loads_no_key_more_often_than_its_rows_alone() -> None:
     """Found by hypothesis: three of five rows saw the edge, too few for a wide tile."""
     builder = Builder(1)
