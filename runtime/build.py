@@ -150,6 +150,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         ModelRunner(loaded.model, kernels, kv, masks),
         clock=clock,
         make_cache=make_cache,
+        overlap=_overlaps(config, device),
         check_invariants=config.scheduler.check_invariants,
     )
     info = EngineInfo(
@@ -205,6 +206,12 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, and torch sees no GPU; use cpu, or install a CUDA build")
     return torch.device(name)
+
+
+def _overlaps(config: EngineConfig, device: torch.device) -> bool:
+    """On a CPU nothing is gained: planning takes time from the same cores."""
+    overlap = config.scheduler.overlap
+    return device.type != "cpu" if overlap == "auto" else bool(overlap)
 
 
 def _num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:

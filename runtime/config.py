@@ -83,6 +83,7 @@ class SchedulerOptions:
     schedule_policy: str = "lpm"  # a name from sapwood.runtime.policy.POLICIES
     max_overtakes: int = 64  # a request overtaken that often goes first
     mode: BatchingMode = BatchingMode.CONTINUOUS
+    overlap: bool | str = "auto"  # plan while the device works; auto: where that is not a CPU
     jump_forward: bool = True  # tokens that a constraint leaves no choice of are not drawn
     check_invariants: bool = False  # after every step; for tests and debugging, slow
 
@@ -90,6 +91,8 @@ class SchedulerOptions:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_overtakes", self.max_overtakes, 1)
+        if self.overlap != "auto":
+            _is_bool("overlap", self.overlap)
         _is_bool("jump_forward", self.jump_forward)
         _is_bool("check_invariants", self.check_invariants)
         if not isinstance(self.schedule_policy, str):

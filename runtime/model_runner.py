@@ -3,8 +3,8 @@
 Knows no cache, no policy and no text.
 """
 
-from collections.abc import Iterator
-from itertools import islice
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from sapwood.kernels.interface import Kernels, KVCache
 from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.compute_threads import ComputeThreads
-from sapwood.runtime.request import ChunkResult, SampledToken
+from sapwood.runtime.request import ChunkResult, SampledToken, Sequence
 from sapwood.runtime.sampler import SamplingRow, prompt_logprobs, sample
 from sapwood.runtime.scoring import TokenScores
 from sapwood.runtime.step_plan import Chunk, StepPlan
@@ -29,10 +29,32 @@ class Model(Protocol):
         ...
 
 
-class ModelRunner:
-    """Runs plans on one model and one KV cache. The KV cache's contents are its only state.
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The tokens that a step draws: int64 [sum of the chunks' `num_drawn`], on the device."""
 
-    `masks` are needed where requests are constrained.
+    plan: StepPlan
+    token_ids: Tensor
+
+    def place_by_sequence(self) -> dict[Sequence, int]:
+        """Where each sequence's token is among them. O(chunks)."""
+        ends = accumulate(chunk.num_drawn for chunk in self.plan.chunks)
+        return {c.sequence: end - 1 for c, end in zip(self.plan.chunks, ends, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    results: list[ChunkResult]
+
+    def result(self) -> list[ChunkResult]:
+        return self.results
+
+
+class ModelRunner:
+    """Runs plans on one model and one KV cache.
+
+    Its only state is the KV cache's contents, and what the last step draws: the pending tokens of
+    the next one. `masks` are needed where requests are constrained.
     """
 
     def __init__(
@@ -42,37 +64,59 @@ class ModelRunner:
         self._masks = masks
         self._kernels = kernels
         self._kv = kv
+        self._last_drawn: _Drawn | None = None
         # Elsewhere threads of the processor only prepare what is computed.
         self._threads = ComputeThreads(max_threads=None if kv.spec.device.type == "cpu" else 1)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
-        """What each chunk of the plan gave, in its order."""
+    def launch(self, plan: StepPlan) -> _LaunchedStep:
+        """Begin a step; its result has what each chunk of the plan gave, in its order."""
         for copy in plan.copies:
             self._kernels.copy_rows(self._kv, copy.source, copy.target, copy.num_rows)
+        batch = self._batch(plan)
+        self._fill_in_pending(plan, batch.input_ids)
         with self._threads.watched():
-            logits = self._model.forward(self._batch(plan), self._kv)
+            logits = self._model.forward(batch, self._kv)
         by_chunk = torch.split(logits, [chunk.num_logits for chunk in plan.chunks])
         scores = [_scores(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
         sampled = self._sample(plan, logits)
-        return [
-            ChunkResult(sampled=tuple(islice(sampled, chunk.num_drawn)), scores=of_prompt)
-            for chunk, of_prompt in zip(plan.chunks, scores, strict=True)
-        ]
+        token_ids = [token.token_id for token in sampled]
+        self._last_drawn = _Drawn(plan, torch.tensor(token_ids, device=logits.device))
+        tokens = iter(sampled)
+        return _LaunchedStep(
+            [
+                ChunkResult(sampled=tuple(islice(tokens, chunk.num_drawn)), scores=of_prompt)
+                for chunk, of_prompt in zip(plan.chunks, scores, strict=True)
+            ]
+        )
 
-    def _sample(self, plan: StepPlan, logits: Tensor) -> Iterator[SampledToken]:
+    def _fill_in_pending(self, plan: StepPlan, input_ids: Tensor) -> None:
+        """Put in the tokens that the step before draws, as they are on the device."""
+        ends = accumulate(chunk.length for chunk in plan.chunks)
+        pending = [
+            (chunk.sequence, end - 1)
+            for chunk, end in zip(plan.chunks, ends, strict=True)
+            if chunk.is_pending
+        ]
+        if pending:
+            assert self._last_drawn is not None, "nothing was drawn for a pending token"
+            places = self._last_drawn.place_by_sequence()
+            drawn = self._last_drawn.token_ids[[places[sequence] for sequence, _ in pending]]
+            input_ids[[row for _, row in pending]] = drawn
+
+    def _sample(self, plan: StepPlan, logits: Tensor) -> list[SampledToken]:
         """The tokens that are drawn, those of a chunk behind each other; overwrites logits."""
         last_rows = np.cumsum([chunk.num_logits for chunk in plan.chunks]) - 1
         rows: list[SamplingRow] = []
         for chunk, last_row in zip(plan.chunks, last_rows.tolist(), strict=True):
-            sequence, num_drafts = chunk.sequence, chunk.num_drafts
+            num_drafts = chunk.num_drafts
             for num_tried in range(num_drafts):
                 at = last_row - num_drafts + num_tried
-                rows.append(SamplingRow.of(sequence, at, num_tried=num_tried))
+                rows.append(SamplingRow.of(chunk, at, num_tried=num_tried))
             for num_forks in range(chunk.num_samples):
-                row = SamplingRow.of(sequence, last_row, num_forks, num_tried=num_drafts)
+                row = SamplingRow.of(chunk, last_row, num_forks, num_tried=num_drafts)
                 rows.append(row)
-        return iter(sample(logits, rows, self._masks))
+        return sample(logits, rows, self._masks)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors. numpy work per chunk, none in Python per token."""

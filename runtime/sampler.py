@@ -20,6 +20,7 @@ from sapwood.runtime.outputs import Logprob, TokenLogprobs
 from sapwood.runtime.request import SampledToken, Sequence, TokenIds
 from sapwood.runtime.sampling_params import SamplingParams, TokenEdits
 from sapwood.runtime.scoring import TokenScores
+from sapwood.runtime.step_plan import Chunk
 from sapwood.runtime.token_masks import TokenMasks
 
 # How many logits are worked on at once: 32 MiB in float64, whatever the batch and the vocabulary.
@@ -30,7 +31,8 @@ _SLICE_SIZE = 2**22
 class SamplingRow:
     """One token to draw, from row `logits_index` of the logits. Several may draw from one row.
 
-    `token_ids` are the prompt and the answer so far, int32 [position]: a view, read at once.
+    `token_ids` are the prompt and the answer so far, int32 [position]: a view, read at once, and
+    only for penalties, where none of them is pending.
     `held_off_token_ids` may not be drawn: those that would end the answer too early. `matcher`,
     where the answer is constrained, says what else may not.
     """
@@ -45,15 +47,16 @@ class SamplingRow:
 
     @classmethod
     def of(
-        cls, sequence: Sequence, logits_index: int, num_forks: int = 0, num_tried: int = 0
+        cls, chunk: Chunk, logits_index: int, num_forks: int = 0, num_tried: int = 0
     ) -> "SamplingRow":
-        """For the next token of a sequence, or of the `num_forks`-th that is forked from it.
+        """For the token after a chunk, or of the `num_forks`-th sequence that is forked there.
 
         With `num_tried`, for the one after that many of its drafts.
         """
+        sequence = chunk.sequence
         params = sequence.request.sampling
-        num_known = sequence.num_tokens + num_tried
-        num_generated = sequence.num_generated + num_tried
+        num_known = chunk.end - chunk.num_drafts + num_tried
+        num_generated = num_known - sequence.request.num_prompt_tokens
         hold_off_end = num_generated < params.min_tokens
         held_off = sequence.end_token_ids if hold_off_end else frozenset[int]()
         if sequence.matcher is not None and params.ignore_eos:

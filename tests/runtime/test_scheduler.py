@@ -12,7 +12,7 @@ from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.request import Sequence
 from sapwood.runtime.scheduler import Scheduler
-from tests.runtime.harness import EOS, Harness, token_after
+from tests.runtime.harness import EOS, Harness, PagedStep, token_after
 
 LENGTHS = (100, 300, 1000, 100, 400, 320, 700, 230, 100, 100, 500, 400)
 SHORT_LENGTHS = (4, 12, 6, 3, 5, 7, 6)
@@ -544,13 +544,13 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
     running = harness.add(range(1, 30))
     harness.step()
 
-    def broken(plan: object) -> list[object]:
+    def broken(plan: object) -> PagedStep:
         raise MemoryError("no memory for this step")
 
-    run, harness.executor.run = harness.executor.run, broken  # type: ignore[method-assign]
+    launch, harness.executor.launch = harness.executor.launch, broken  # type: ignore[method-assign]
     harness.step()
     assert "no memory" in harness.errors.pop(running)
-    harness.executor.run = run  # type: ignore[method-assign]
+    harness.executor.launch = launch  # type: ignore[method-assign]
     assert harness.answer(range(1, 30)).token_ids == good_answer
     assert harness.core.stats().num_quarantines == 1
     assert harness.core.stats().num_finished_by_reason == {"error": 1, "length": 1}
