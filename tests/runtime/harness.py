@@ -116,9 +116,11 @@ class PagedStep:
         return {c.sequence: r.sampled[-1].token_id for c, r in pairs if r.sampled}
 
     def result(self) -> list[ChunkResult]:
-        while self.results is None:
-            self._executor.work()
-        self._executor.end(self)
+        try:
+            while self.results is None:
+                self._executor.work()
+        finally:
+            self._executor.end(self)
         return self.results
 
     def users(self, block_size: int) -> Iterator[tuple[Row, Sequence, bool]]:
@@ -395,6 +397,14 @@ class Harness:
 
     def abort(self, request_id: str) -> None:
         self.take(self.core.abort(request_id))
+
+    def preempt(self, num_sequences: int) -> int:
+        """Send the newest back to wait, once nothing is in flight."""
+        self.take(self.core.settle())
+        return self.scheduler.preempt(num_sequences)
+
+    def flush_cache(self) -> None:
+        self.take(self.core.flush_cache())
 
     def wait(self, seconds: float) -> None:
         """Time passes, and the engine looks whether there is anything to do."""
