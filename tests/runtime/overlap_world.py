@@ -157,7 +157,10 @@ class World:
 
     def flush(self, choose: Choose) -> None:
         self.harness.flush_cache()
-        assert self.harness.cache.num_evictable_blocks == 0, "something is still cached"
+        cache = self.harness.cache
+        held = [lease.held_blocks() for lease in cache._leases]
+        kept = set(np.flatnonzero(cache._pool.in_tree)) - set(np.concatenate([[], *held]))
+        assert not kept, "something is still cached that no request holds"
 
     def settle(self, choose: Choose) -> None:
         self.harness.take(self.harness.core.settle())
