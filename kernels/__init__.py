@@ -21,6 +21,7 @@ KERNELS: MappingProxyType[str, str] = MappingProxyType(
         "reference": "sapwood.kernels.reference:ReferenceKernels",
         "cpu": "sapwood.kernels.cpu:CpuKernels",
         "cpu-torch": "sapwood.kernels.cpu:TorchCpuKernels",
+        "triton": "sapwood.kernels.triton_kernels:TritonKernels",
     }
 )
 

@@ -4,10 +4,13 @@ Attention is planned and done in native_attention.py and torch_attention.py.
 
 Where projections are in int8 and the processor multiplies bfloat16, keys and values are kept in it:
 half the bytes and twice the rate, and of its rounding nothing shows beside int8's.
+
+Keys and values in int8 or e4m3 save memory here, not time: attention over them is reference.py's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,8 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sapwood.kernels import drawing
+from sapwood.kernels.composed import rotary_and_write
 from sapwood.kernels.huge_pages import HugePages, zeros
-from sapwood.kernels.interface import Activation, KVCache, KVCacheSpec
+from sapwood.kernels.interface import (
+    QUANTIZED_KV_DTYPES,
+    Activation,
+    DrawnTokens,
+    DrawParams,
+    HeadNorms,
+    KVCache,
+    KVCacheSpec,
+    RowCopy,
+)
 from sapwood.kernels.native import Native, has_whole_rows, load
 from sapwood.kernels.native_attention import NativeAttention, attend_natively, plan_native
 from sapwood.kernels.projections import (
@@ -26,7 +40,7 @@ from sapwood.kernels.projections import (
     pack_float32,
     pack_int8,
 )
-from sapwood.kernels.reference import ReferenceKernels
+from sapwood.kernels.reference import ReferenceAttention, ReferenceKernels
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.kernels.torch_attention import TorchAttention, attend_with_torch, plan_torch
 
@@ -47,8 +61,9 @@ class CpuKernels:
     A run of contiguous blocks is a view in it, a row's keys are one contiguous write.
     """
 
-    def __init__(self, *, quantize: bool = False) -> None:
+    def __init__(self, *, quantize: bool = False, kv_dtype: torch.dtype | None = None) -> None:
         self._quantize = quantize
+        self._kv_dtype = kv_dtype
         self._native = self._load()
         self._reference = ReferenceKernels()
         self._weights_memory = HugePages()
@@ -62,13 +77,21 @@ class CpuKernels:
         return "cpu"
 
     def quantized(self) -> CpuKernels | None:
-        return None if self._native is None else type(self)(quantize=True)
+        has_int8 = self._native is not None
+        return type(self)(quantize=True, kv_dtype=self._kv_dtype) if has_int8 else None
+
+    def with_kv_dtype(self, dtype: torch.dtype) -> CpuKernels | None:
+        if dtype not in QUANTIZED_KV_DTYPES:
+            return None
+        return type(self)(quantize=self._quantize, kv_dtype=dtype)
 
     @property
     def min_saved_tokens(self) -> int:
         return 256
 
     def kv_dtype(self, dtype: torch.dtype, head_dim: int) -> torch.dtype:
+        if self._kv_dtype is not None:
+            return self._kv_dtype
         is_rounded = self._quantize and dtype == torch.float32
         if is_rounded and self._attends_natively(torch.bfloat16, head_dim):
             return torch.bfloat16
@@ -78,25 +101,30 @@ class CpuKernels:
         return self._native is not None and self._native.can_attend(kv_dtype, head_dim)
 
     def make_kv_cache(self, spec: KVCacheSpec) -> KVCache:
-        shape = (spec.num_layers, spec.num_slots, spec.num_kv_heads, spec.head_dim)
-        return KVCache(spec, keys=zeros(shape, spec.dtype), values=zeros(shape, spec.dtype))
+        by_head = (spec.num_layers, spec.num_slots, spec.num_kv_heads)
+        rows = partial(zeros, (*by_head, spec.head_dim), spec.dtype)
+        if not spec.is_quantized:
+            return KVCache(spec, rows(), rows())
+        scales = partial(zeros, by_head, torch.float32)
+        return KVCache(spec, rows(), rows(), scales(), scales())
 
-    def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
-        block_size = kv.spec.block_size
-        source_slots = slice(source * block_size, source * block_size + num_rows)
-        target_slots = slice(target * block_size, target * block_size + num_rows)
-        for tensor in (kv.keys, kv.values):
-            tensor[:, target_slots] = tensor[:, source_slots]
+    def copy_rows(self, kv: KVCache, copies: Sequence[RowCopy]) -> None:
+        self._reference.copy_rows(kv, copies)
 
     def plan_attention(
         self, plan: AttentionPlan, spec: KVCacheSpec
-    ) -> TorchAttention | NativeAttention:
+    ) -> TorchAttention | NativeAttention | ReferenceAttention:
+        if spec.is_quantized:
+            return self._reference.plan_attention(plan, spec)
         if self._attends_natively(spec.dtype, spec.head_dim):
             return plan_native(plan, spec.windows)
         reference = partial(self._reference.plan_attention, plan, spec)
         return plan_torch(plan, spec.windows, reference)
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        if kv.spec.is_quantized:
+            self._reference.write_kv(kv, layer, key, value, slots)
+            return
         keys, values = kv.keys[layer], kv.values[layer]
         if (
             self._native is not None
@@ -109,6 +137,20 @@ class CpuKernels:
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
 
+    def rotary_and_write(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        kv: KVCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        return rotary_and_write(self, heads, num_heads, cos, sin, kv, layer, slots, norms)
+
     def attention(
         self,
         query: Tensor,
@@ -120,6 +162,10 @@ class CpuKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(prepared, ReferenceAttention):
+            return self._reference.attention(
+                query, kv, layer, prepared, scale, softcap=softcap, sinks=sinks
+            )
         key, value, window = kv.keys[layer], kv.values[layer], kv.spec.window(layer)
         if isinstance(prepared, NativeAttention):
             fits = self._attends_natively(key.dtype, key.shape[2])
@@ -153,7 +199,16 @@ class CpuKernels:
         else:
             self._reference.mask_logits(logits, rows, allowed)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        return drawing.draw_tokens(logits, params)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
+        normed = self._normed(x, weight, eps)
+        return normed if residual is None else residual + normed
+
+    def _normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
             return functional.rms_norm(x, weight.shape, weight, eps)
         can_stride = x.dim() in (2, 3) and (x.is_contiguous() or has_whole_rows(x))

@@ -7,14 +7,20 @@ runs over every backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sapwood.kernels.segments import AttentionPlan
+
+QUANTIZED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
+"""What keys and values are kept in with a scale for each row and head (kv_quantization.py)."""
 
 
 class Activation(StrEnum):
@@ -30,7 +36,8 @@ class KVCacheSpec:
 
     `layer_windows` has an entry for each layer, or none at all where every layer is full: how many
     tokens a row sees, itself and those just before it, or None for all of them (Beltagy et al.
-    2020). Windowed layers keep all tokens as well: a prefix is shared whole.
+    2020). Windowed layers keep all tokens as well: a prefix is shared whole. `group_size` is how
+    many query heads read each KV head at most, which a backend may make its plans for.
     """
 
     num_layers: int
@@ -41,9 +48,13 @@ class KVCacheSpec:
     dtype: torch.dtype
     device: torch.device
     layer_windows: tuple[int | None, ...] = ()
+    group_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"):
+        for name in (
+            *("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"),
+            "group_size",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be positive")
         if self.layer_windows and len(self.layer_windows) != self.num_layers:
@@ -68,9 +79,16 @@ class KVCacheSpec:
         return self.num_blocks * self.block_size
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether each row of a head has a scale, float32, for its keys and one for its values."""
+        return self.dtype in QUANTIZED_KV_DTYPES
+
+    @property
     def num_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of keys and values of one token in all layers, with their scales."""
+        scale_bytes = torch.float32.itemsize if self.is_quantized else 0
+        head_bytes = self.head_dim * self.dtype.itemsize + scale_bytes
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -80,11 +98,84 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of all layers. The first axis is the layer, the others are the backend's."""
+    """Keys and values of all layers. The first axis is the layer, the others are the backend's.
+
+    Scales are there where the spec is quantized: float32, shaped as keys without the head's axis.
+    """
 
     spec: KVCacheSpec
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that belongs to the tokens, scales behind what they scale."""
+        tensors = (self.keys, self.values, self.key_scales, self.value_scales)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
+
+class RowCopy(NamedTuple):
+    """The first `num_rows` tokens of block `source` go to block `target`, in all layers."""
+
+    source: int
+    target: int
+    num_rows: int
+
+
+class HeadNorms(NamedTuple):
+    """Weights [D] of norms over each query's and each key's head (Henry et al. 2020)."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+NUM_DRAW_PARAMS = 5  # float64 numbers for each row, see `DrawParams`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawParams:
+    """How each of n rows is drawn from, twice: where the host reads it, and where the device does.
+
+    float64 [5, n]: of each row its temperature (0: the best token), top_k (at least 1; as many as
+    there are tokens, or more: all), top_p in (0, 1], min_p in [0, 1], and the uniform number in
+    [0, 1) that picks the token.
+    """
+
+    on_host: NDArray[np.float64]
+    on_device: Tensor
+
+    @property
+    def drawn_rows(self) -> NDArray[np.int64]:
+        """Those that are not greedy."""
+        return np.flatnonzero(self.on_host[0])
+
+    def ranked_rows(self, vocab_size: int) -> NDArray[np.int64]:
+        """Those with top_k or top_p, whose tokens must be ranked."""
+        _, top_k, top_p, _, _ = self.on_host
+        return np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
+
+    def part(self, rows: slice) -> DrawParams:
+        """Those of some rows that stand next to each other."""
+        if rows == slice(0, self.on_host.shape[1]):
+            return self
+        return DrawParams(self.on_host[:, rows], self.on_device[:, rows].contiguous())
+
+    def of(self, rows: NDArray[np.int64], index: Tensor) -> DrawParams:
+        """The parameters of some rows; `index` names the same rows on the device."""
+        return DrawParams(self.on_host[:, rows], self.on_device[:, index])
+
+
+class DrawnTokens(NamedTuple):
+    """`token_ids` int64 [n], and `is_sound` bool [n]: whether the row has a finite maximum.
+
+    Of a row that has none the token is some token of the vocabulary.
+    """
+
+    token_ids: Tensor
+    is_sound: Tensor
 
 
 class PreparedAttention(Protocol):
@@ -114,6 +205,11 @@ class Kernels(Protocol):
         """The same backend with its projections in int8; None where it has no such thing."""
         ...
 
+    def with_kv_dtype(self, dtype: torch.dtype) -> Kernels | None:
+        """The same backend with keys and values kept in `dtype`, one of QUANTIZED_KV_DTYPES; None
+        where it has no such thing."""
+        ...
+
     @property
     def min_saved_tokens(self) -> int:
         """Token reads that a shared edge must save before a segment of its own pays; measured."""
@@ -127,8 +223,11 @@ class Kernels(Protocol):
         """Allocate an empty cache; its contents are undefined until written."""
         ...
 
-    def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
-        """Copy the first `num_rows` tokens of block `source` to block `target`, in all layers."""
+    def copy_rows(self, kv: KVCache, copies: Sequence[RowCopy]) -> None:
+        """Make the copies, in any order: no block is the target of two, nor a target and a source.
+
+        Scales are copied with what they scale, so that copied rows are the same to the bit.
+        """
         ...
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> PreparedAttention:
@@ -140,6 +239,25 @@ class Kernels(Protocol):
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Store `key` and `value` [T, Hkv, D] of one layer at `slots` int64 [T]."""
+        ...
+
+    def rotary_and_write(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        kv: KVCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """`write_kv` of a step's keys and values; returns the queries [T, Hq, D] to attend with.
+
+        heads [T, Hq + 2 Hkv, D] are the `num_heads` queries, the keys and the values side by side.
+        Queries and keys are normed, where there are `norms`, and turned as by `rotary`.
+        """
         ...
 
     def attention(
@@ -171,8 +289,26 @@ class Kernels(Protocol):
         """
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / rms(x) * weight` over the last axis (Zhang and Sennrich 2019); a new tensor.
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        """Draw from each row of `logits` float32 [n, vocab_size], which stay as they are.
+
+        Tokens with a row's highest logit `m` weigh most: `exp((logit - m) / temperature)` of it,
+        rounded to a whole multiple of 2**-b for vocabularies below 2**(62 - b) tokens. top_k keeps
+        the most likely tokens, top_p the fewest of those left that have that share of their sum, of
+        equal ones at an edge the lower ids; then min_p those with at least that share of the
+        best one's weight, rounded or not. Token `i` is drawn where the sum over tokens `<= i` that
+        are left first passes `noise` times the whole sum. Sums are exact, so a row's token depends
+        on no other row.
+
+        O(n * vocab_size). Does not wait for the device.
+        """
+        ...
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
+        """`x / rms(x) * weight` over the last axis (Zhang and Sennrich 2019), plus `residual` like
+        x; a new tensor.
 
         x [T, n], or [T, H, n] for a norm of each head, its rows any stride apart.
         """
@@ -204,9 +340,11 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias` for [rows, in], plus `residual` [rows, out]; a new tensor.
+        """`x @ weight.T + bias` for [rows, in], plus `residual` [rows, out].
 
-        `packed` is what `pack_linear` returned.
+        `packed` is what `pack_linear` returned. A backend may put the sum in `residual`, which is
+        not read any more once it is passed: a product that adds in its epilogue spares the pass
+        over memory that an addition takes.
         """
         ...
 

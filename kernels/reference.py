@@ -13,8 +13,9 @@ and attention over the union of disjoint segments is (Dao et al. 2022; Juravsky 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,7 +23,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sapwood.kernels.interface import Activation, KVCache, KVCacheSpec
+from sapwood.kernels import drawing
+from sapwood.kernels.composed import rotary_and_write
+from sapwood.kernels.interface import (
+    QUANTIZED_KV_DTYPES,
+    Activation,
+    DrawnTokens,
+    DrawParams,
+    HeadNorms,
+    KVCache,
+    KVCacheSpec,
+    RowCopy,
+)
+from sapwood.kernels.kv_quantization import decode, encode
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.kernels.windows import seen_private, seen_shared
 
@@ -70,6 +83,9 @@ class ReferenceAttention:
 class ReferenceKernels:
     """`Kernels` on any device. Cache layout: `[num_layers, num_slots, num_kv_heads, head_dim]`."""
 
+    def __init__(self, *, kv_dtype: torch.dtype | None = None) -> None:
+        self._kv_dtype = kv_dtype
+
     @property
     def name(self) -> str:
         return "reference"
@@ -77,27 +93,30 @@ class ReferenceKernels:
     def quantized(self) -> None:
         return None
 
+    def with_kv_dtype(self, dtype: torch.dtype) -> ReferenceKernels | None:
+        return type(self)(kv_dtype=dtype) if dtype in QUANTIZED_KV_DTYPES else None
+
     @property
     def min_saved_tokens(self) -> int:
         return 1
 
     def kv_dtype(self, dtype: torch.dtype, head_dim: int) -> torch.dtype:
-        return dtype
+        return self._kv_dtype or dtype
 
     def make_kv_cache(self, spec: KVCacheSpec) -> KVCache:
-        shape = (spec.num_layers, spec.num_slots, spec.num_kv_heads, spec.head_dim)
-        return KVCache(
-            spec,
-            keys=torch.empty(shape, dtype=spec.dtype, device=spec.device),
-            values=torch.empty(shape, dtype=spec.dtype, device=spec.device),
-        )
+        by_head = (spec.num_layers, spec.num_slots, spec.num_kv_heads)
+        empty = partial(torch.empty, device=spec.device)
+        rows = partial(empty, (*by_head, spec.head_dim), dtype=spec.dtype)
+        if not spec.is_quantized:
+            return KVCache(spec, rows(), rows())
+        scales = partial(empty, by_head, dtype=torch.float32)
+        return KVCache(spec, rows(), rows(), scales(), scales())
 
-    def copy_rows(self, kv: KVCache, source: int, target: int, num_rows: int) -> None:
-        block_size = kv.spec.block_size
-        source_slots = slice(source * block_size, source * block_size + num_rows)
-        target_slots = slice(target * block_size, target * block_size + num_rows)
-        for tensor in (kv.keys, kv.values):
-            tensor[:, target_slots] = tensor[:, source_slots]
+    def copy_rows(self, kv: KVCache, copies: Sequence[RowCopy]) -> None:
+        for source, target, num_rows in copies:
+            first, to = source * kv.spec.block_size, target * kv.spec.block_size
+            for tensor in kv.tensors:
+                tensor[:, to : to + num_rows] = tensor[:, first : first + num_rows]
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> ReferenceAttention:
         return ReferenceAttention(
@@ -105,8 +124,26 @@ class ReferenceKernels:
         )
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        kv.keys[layer, slots] = key
-        kv.values[layer, slots] = value
+        if kv.key_scales is None or kv.value_scales is None:
+            kv.keys[layer, slots] = key
+            kv.values[layer, slots] = value
+        else:
+            kv.keys[layer, slots], kv.key_scales[layer, slots] = encode(key, kv.spec.dtype)
+            kv.values[layer, slots], kv.value_scales[layer, slots] = encode(value, kv.spec.dtype)
+
+    def rotary_and_write(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        kv: KVCache,
+        layer: int,
+        slots: Tensor,
+        *,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        return rotary_and_write(self, heads, num_heads, cos, sin, kv, layer, slots, norms)
 
     def attention(
         self,
@@ -124,14 +161,9 @@ class ReferenceKernels:
         out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         for segment in prepared.segments_by_window[kv.spec.window(layer)]:
-            part = _attend(
-                query[segment.rows],
-                kv.keys[layer, segment.slots],
-                kv.values[layer, segment.slots],
-                segment.visible,
-                scale,
-                softcap,
-            )
+            key = _rows(kv.keys, kv.key_scales, layer, segment.slots)
+            value = _rows(kv.values, kv.value_scales, layer, segment.slots)
+            part = _attend(query[segment.rows], key, value, segment.visible, scale, softcap)
             before = PartialAttention(out[segment.rows], lse[segment.rows])
             out[segment.rows], lse[segment.rows] = _merge(before, part)
         if sinks is not None:
@@ -144,10 +176,16 @@ class ReferenceKernels:
         is_allowed = (allowed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
         logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        return drawing.draw_tokens(logits, params)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
         exact = x.to(torch.float32)
         scaled = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps)
-        return weight * scaled.to(x.dtype)
+        normed = weight * scaled.to(x.dtype)
+        return normed if residual is None else residual + normed
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotary_dim = cos.shape[-1]
@@ -200,6 +238,12 @@ def _segment_indices(
             slots=torch.from_numpy(seen.slots).to(device),
             visible=torch.from_numpy(seen.visible).to(device),
         )
+
+
+def _rows(kept: Tensor, scales: Tensor | None, layer: int, slots: Tensor) -> Tensor:
+    """Keys or values [L, Hkv, D] at `slots` int64 [L] of one layer."""
+    rows = kept[layer, slots]
+    return rows if scales is None else decode(rows, scales[layer, slots])
 
 
 def _attend(

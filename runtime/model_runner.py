@@ -1,4 +1,4 @@
-"""Carries out a step plan: tensors, forward pass, sampling.
+"""Carries out step plans: tensors, forward pass, sampling.
 
 Knows no cache, no policy and no text.
 """
@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood.kernels.interface import Kernels, KVCache
+from sapwood.kernels.host_copies import send
+from sapwood.kernels.interface import Kernels, KVCache, RowCopy
 from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.compute_threads import ComputeThreads
-from sapwood.runtime.request import ChunkResult, SampledToken, Sequence
-from sapwood.runtime.sampler import SamplingRow, prompt_logprobs, sample
-from sapwood.runtime.scoring import TokenScores
+from sapwood.runtime.request import ChunkResult, Sequence
+from sapwood.runtime.sampler import Drawn, draw
+from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.step_plan import Chunk, StepPlan
+from sapwood.runtime.token_logprobs import Scored, score
 from sapwood.runtime.token_masks import TokenMasks
 
 
@@ -30,31 +32,38 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """The tokens that a step draws: int64 [sum of the chunks' `num_drawn`], on the device."""
+class LaunchedStep:
+    """What the device was asked for: tokens, and scores where a chunk has any."""
 
     plan: StepPlan
-    token_ids: Tensor
+    drawn: Drawn
+    scored: list[Scored | None]
 
-    def place_by_sequence(self) -> dict[Sequence, int]:
-        """Where each sequence's token is among them. O(chunks)."""
+    def result(self) -> list[ChunkResult]:
+        """What each chunk of the plan gave, in its order. Waits for this step alone."""
+        tokens = iter(self.drawn.told())
+        return [
+            ChunkResult(
+                sampled=tuple(islice(tokens, chunk.num_drawn)),
+                scores=None if scored is None else scored.told(),
+            )
+            for chunk, scored in zip(self.plan.chunks, self.scored, strict=True)
+        ]
+
+    def places(self) -> dict[Sequence, int]:
+        """Where each sequence's newest token is among those drawn. O(chunks)."""
         ends = accumulate(chunk.num_drawn for chunk in self.plan.chunks)
         return {c.sequence: end - 1 for c, end in zip(self.plan.chunks, ends, strict=True)}
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchedStep:
-    results: list[ChunkResult]
-
-    def result(self) -> list[ChunkResult]:
-        return self.results
-
-
 class ModelRunner:
-    """Runs plans on one model and one KV cache.
+    """Runs plans on one model and one KV cache, in the order of their launch.
 
     Its only state is the KV cache's contents, and what the last step draws: the pending tokens of
     the next one. `masks` are needed where requests are constrained.
+
+    All work for a device goes to one stream, so that each step finds what the ones before it wrote,
+    block copies and drawn tokens too, without anybody waiting.
     """
 
     def __init__(
@@ -64,59 +73,44 @@ class ModelRunner:
         self._masks = masks
         self._kernels = kernels
         self._kv = kv
-        self._last_drawn: _Drawn | None = None
+        self._last: LaunchedStep | None = None
         # Elsewhere threads of the processor only prepare what is computed.
         self._threads = ComputeThreads(max_threads=None if kv.spec.device.type == "cpu" else 1)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> _LaunchedStep:
-        """Begin a step; its result has what each chunk of the plan gave, in its order."""
-        for copy in plan.copies:
-            self._kernels.copy_rows(self._kv, copy.source, copy.target, copy.num_rows)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Ask the device for a step. Waits for it only where a request's matcher does."""
+        copies = [RowCopy(copy.source, copy.target, copy.num_rows) for copy in plan.copies]
+        if copies:
+            self._kernels.copy_rows(self._kv, copies)
         batch = self._batch(plan)
         self._fill_in_pending(plan, batch.input_ids)
         with self._threads.watched():
             logits = self._model.forward(batch, self._kv)
         by_chunk = torch.split(logits, [chunk.num_logits for chunk in plan.chunks])
-        scores = [_scores(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
-        sampled = self._sample(plan, logits)
-        token_ids = [token.token_id for token in sampled]
-        self._last_drawn = _Drawn(plan, torch.tensor(token_ids, device=logits.device))
-        tokens = iter(sampled)
-        return _LaunchedStep(
-            [
-                ChunkResult(sampled=tuple(islice(tokens, chunk.num_drawn)), scores=of_prompt)
-                for chunk, of_prompt in zip(plan.chunks, scores, strict=True)
-            ]
-        )
+        scored = [_scored(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
+        drawn = draw(logits, _sampling_rows(plan), self._masks, self._kernels)
+        self._last = LaunchedStep(plan, drawn, scored)
+        return self._last
 
     def _fill_in_pending(self, plan: StepPlan, input_ids: Tensor) -> None:
-        """Put in the tokens that the step before draws, as they are on the device."""
+        """Put in, on the device, the tokens that the step before draws."""
         ends = accumulate(chunk.length for chunk in plan.chunks)
         pending = [
             (chunk.sequence, end - 1)
             for chunk, end in zip(plan.chunks, ends, strict=True)
             if chunk.is_pending
         ]
-        if pending:
-            assert self._last_drawn is not None, "nothing was drawn for a pending token"
-            places = self._last_drawn.place_by_sequence()
-            drawn = self._last_drawn.token_ids[[places[sequence] for sequence, _ in pending]]
-            input_ids[[row for _, row in pending]] = drawn
-
-    def _sample(self, plan: StepPlan, logits: Tensor) -> list[SampledToken]:
-        """The tokens that are drawn, those of a chunk behind each other; overwrites logits."""
-        last_rows = np.cumsum([chunk.num_logits for chunk in plan.chunks]) - 1
-        rows: list[SamplingRow] = []
-        for chunk, last_row in zip(plan.chunks, last_rows.tolist(), strict=True):
-            num_drafts = chunk.num_drafts
-            for num_tried in range(num_drafts):
-                at = last_row - num_drafts + num_tried
-                rows.append(SamplingRow.of(chunk, at, num_tried=num_tried))
-            for num_forks in range(chunk.num_samples):
-                row = SamplingRow.of(chunk, last_row, num_forks, num_tried=num_drafts)
-                rows.append(row)
-        return sample(logits, rows, self._masks)
+        if not pending:
+            return
+        assert self._last is not None, "nothing was drawn for a pending token"
+        places = self._last.places()
+        arrays = {
+            "places": np.array([places[sequence] for sequence, _ in pending], np.int64),
+            "rows": np.array([row for _, row in pending], np.int64),
+        }
+        sent = send(arrays, input_ids.device)
+        input_ids[sent["rows"]] = self._last.drawn.token_ids[sent["places"]]
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         """The plan's tensors. numpy work per chunk, none in Python per token."""
@@ -140,19 +134,33 @@ class ModelRunner:
         )
 
 
-def _blocks_of_rows(chunk: Chunk, block_size: int) -> np.ndarray:
-    """The block that each row of a chunk is written to, int32 [length]."""
-    table = chunk.sequence.held_lease.block_table
-    return table[np.arange(chunk.start, chunk.end) // block_size]
+def _sampling_rows(plan: StepPlan) -> list[SamplingRow]:
+    """The tokens to draw, those of a chunk behind each other."""
+    last_rows = accumulate(chunk.num_logits for chunk in plan.chunks)
+    rows: list[SamplingRow] = []
+    for chunk, end in zip(plan.chunks, last_rows, strict=True):
+        last_row, num_drafts = end - 1, chunk.num_drafts
+        for num_tried in range(num_drafts):
+            at = last_row - num_drafts + num_tried
+            rows.append(SamplingRow.of(chunk, at, num_tried=num_tried))
+        for num_forks in range(chunk.num_samples):
+            rows.append(SamplingRow.of(chunk, last_row, num_forks, num_tried=num_drafts))
+    return rows
 
 
-def _scores(chunk: Chunk, logits: Tensor) -> TokenScores | None:
+def _scored(chunk: Chunk, logits: Tensor) -> Scored | None:
     """Of the prompt tokens that follow the first of the chunk's rows with logits."""
     if not chunk.num_scores:
         return None
     token_ids = chunk.sequence.token_ids[chunk.first_score :][: chunk.num_scores]
     num_top = chunk.sequence.request.sampling.prompt_logprobs or 0
-    return prompt_logprobs(logits[: chunk.num_scores], token_ids, num_top)
+    return score(logits[: chunk.num_scores], token_ids, num_top)
+
+
+def _blocks_of_rows(chunk: Chunk, block_size: int) -> np.ndarray:
+    """The block that each row of a chunk is written to, int32 [length]."""
+    table = chunk.sequence.held_lease.block_table
+    return table[np.arange(chunk.start, chunk.end) // block_size]
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood.kernels.host_copies import send
 from sapwood.kernels.interface import Kernels
 from sapwood.runtime.constraints.interface import GrammarError, Matcher
 
@@ -15,7 +17,8 @@ logger = logging.getLogger(__name__)
 class TokenMasks:
     """Room for `num_rows` masks of `vocab_size` tokens, and for more when a step has more.
 
-    Page-locked where they go to a GPU.
+    Page-locked where they go to a GPU, and then each step has a buffer of its own: the copy of the
+    step before may still read that one's.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class TokenMasks:
         """
         if len(matchers) > len(self._buffer):
             self._buffer = self._make(2 * len(matchers))
+        elif self._device.type != "cpu":
+            self._buffer = self._make(len(self._buffer))
         words = self._buffer.numpy()
         masked: list[int] = []
         errors: dict[int, str] = {}
@@ -57,5 +62,5 @@ class TokenMasks:
 
     def _mask(self, logits: Tensor, rows: Sequence[int]) -> None:
         allowed = self._buffer[: len(rows)].to(self._device, non_blocking=True)
-        indices = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        self._kernels.mask_logits(logits, indices, allowed)
+        indices = send({"rows": np.array(rows, np.int64)}, self._device)
+        self._kernels.mask_logits(logits, indices["rows"], allowed)

@@ -126,7 +126,15 @@ RULES = (
 # These run in tests and trace replay with a virtual clock and no model.
 TORCH_FREE = (
     "kernels/__init__.py",
+    "kernels/ragged.py",
     "kernels/segments.py",
+    "kernels/specialization.py",
+    "kernels/tile_grouping.py",
+    "kernels/tile_packing.py",
+    "kernels/tile_shapes.py",
+    "kernels/tile_splitting.py",
+    "kernels/tiles.py",
+    "kernels/tuning.py",
     "kernels/windows.py",
     "runtime/admission.py",
     "runtime/answer_format.py",

@@ -7,10 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from sapwood.kernels.interface import Kernels, KVCache
+from sapwood.kernels.interface import HeadNorms, Kernels, KVCache
 from sapwood.runtime.batch import ForwardBatch
 from sapwood.runtime.model_config import ModelConfig
 from sapwood.runtime.models.rope import RopeAngles
@@ -23,13 +22,6 @@ class Step(NamedTuple):
     batch: ForwardBatch
     kv: KVCache
     angles: tuple[RopeAngles, ...]
-
-
-class HeadNorms(NamedTuple):
-    """Weights [head_dim] of norms over each query's and each key's head (Henry et al. 2020)."""
-
-    query: Tensor
-    key: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +46,16 @@ class Attention:
     def attend(self, hidden: Tensor, step: Step) -> Tensor:
         """Heads' results side by side, [T, Hq * D]; writes the rows' keys and values."""
         config, kernels = self.config, self.kernels
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         heads = kernels.norm_linear(hidden, self.norm, config.rms_norm_eps, self.qkv)
-        heads = heads.view(len(heads), -1, config.head_dim)
-        rotated = self._rotated(heads[:, : num_heads + num_kv_heads], step.angles[self.rope])
-        query, key = rotated[:, :num_heads], rotated[:, num_heads:]
-        value = heads[:, num_heads + num_kv_heads :]
-        kernels.write_kv(step.kv, self.layer, key, value, step.batch.slots)
+        query = kernels.rotary_and_write(
+            heads.view(len(heads), -1, config.head_dim),
+            config.num_attention_heads,
+            *step.angles[self.rope],
+            step.kv,
+            self.layer,
+            step.batch.slots,
+            norms=self.head_norms,
+        )
         attended = kernels.attention(
             query, step.kv, self.layer, step.batch.attention, self.scale, softcap=self.softcap
         )
@@ -69,15 +64,6 @@ class Attention:
     def project(self, attended: Tensor, residual: Tensor | None) -> Tensor:
         """What `attend` returned, back in the residual stream."""
         return self.kernels.linear(attended, self.output, residual)
-
-    def _rotated(self, heads: Tensor, angles: RopeAngles) -> Tensor:
-        """Queries and keys [T, Hq + Hkv, D], normed if there are norms, with their positions."""
-        if self.head_norms is not None:
-            num_heads, eps = self.config.num_attention_heads, self.config.rms_norm_eps
-            query = self.kernels.rms_norm(heads[:, :num_heads], self.head_norms.query, eps)
-            key = self.kernels.rms_norm(heads[:, num_heads:], self.head_norms.key, eps)
-            heads = torch.cat((query, key), dim=1)
-        return self.kernels.rotary(heads, *angles)
 
 
 def attention_of(

@@ -102,6 +102,7 @@ class Decoder:
             dtype=self._kernels.kv_dtype(self._embedding.dtype, config.head_dim),
             device=self._embedding.device,
             layer_windows=config.layer_windows,
+            group_size=config.num_attention_heads // config.num_key_value_heads,
         )
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:

@@ -59,8 +59,8 @@ class GemmaLayer:
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         eps, rms_norm = self.mlp.config.rms_norm_eps, self.mlp.kernels.rms_norm
         projected = self.attention.project(attended, None)
-        hidden = hidden + rms_norm(projected, self.after_attention, eps)
-        return hidden + rms_norm(self.mlp(hidden, None), self.after_mlp, eps)
+        hidden = rms_norm(projected, self.after_attention, eps, hidden)
+        return rms_norm(self.mlp(hidden, None), self.after_mlp, eps, hidden)
 
 
 class Gemma2ForCausalLM(Decoder):

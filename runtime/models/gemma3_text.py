@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sapwood.kernels.interface import Kernels
+from sapwood.kernels.interface import HeadNorms, Kernels
 from sapwood.runtime.errors import ModelError
 from sapwood.runtime.model_config import (
     Fields,
@@ -22,7 +22,7 @@ from sapwood.runtime.model_config import (
     layer_windows,
     sliding_layers,
 )
-from sapwood.runtime.models.attention import Attention, HeadNorms
+from sapwood.runtime.models.attention import Attention
 from sapwood.runtime.models.decoder import Decoder
 from sapwood.runtime.models.gemma2 import (
     embedding_scale,
@@ -119,7 +119,9 @@ def _attention(config: Gemma3Config, tensors: Tensors, index: int) -> Attention:
         output=tensors.projection("self_attn.o_proj"),
         scale=config.query_pre_attn_scalar**-0.5,
         head_norms=HeadNorms(
-            offset_norm(tensors, "self_attn.q_norm"), offset_norm(tensors, "self_attn.k_norm")
+            offset_norm(tensors, "self_attn.q_norm"),
+            offset_norm(tensors, "self_attn.k_norm"),
+            config.rms_norm_eps,
         ),
         rope=config.ropes.index(rope),
     )

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from sapwood.kernels.interface import Kernels
+from sapwood.kernels.interface import HeadNorms, Kernels
 from sapwood.runtime.model_config import Fields, ModelConfig, common_settings
 from sapwood.runtime.models.attention import (
     Attention,
-    HeadNorms,
     attention_of,
     attention_shapes,
 )
@@ -74,7 +73,8 @@ def normed_attention_of(config: ModelConfig, tensors: Tensors, layer: int) -> At
     query_norm = tensors.weight("self_attn.q_norm")
     key_norm = tensors.weight("self_attn.k_norm")
     attention = attention_of(config, tensors, layer)
-    return replace(attention, head_norms=HeadNorms(query_norm, key_norm))
+    norms = HeadNorms(query_norm, key_norm, config.rms_norm_eps)
+    return replace(attention, head_norms=norms)
 
 
 def normed_attention_shapes(config: ModelConfig, *, bias: bool) -> Shapes:

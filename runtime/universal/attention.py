@@ -46,13 +46,14 @@ class PagedStep:
     ) -> Tensor:
         """Store the rows' keys and values and attend. Heads [T, H, D], result [T, Hq, Dv].
 
-        All is computed in the cache's dtype, whatever the model made of its heads. Where keys are
-        wider than values, or the other way round, zeros make up for it: they add nothing to a
-        score, and what they add to a result is cut off.
+        All is computed in the cache's dtype, whatever the model made of its heads, unless that is
+        a quantized one. Where keys are wider than values, or the other way round, zeros make up for
+        it: they add nothing to a score, and what they add to a result is cut off.
         """
         value_dim, dtype, spec = value.shape[-1], query.dtype, self.kv.spec
+        computed = dtype if spec.is_quantized else spec.dtype
         query, key, value = (
-            _widened(heads.to(spec.dtype), spec.head_dim) for heads in (query, key, value)
+            _widened(heads.to(computed), spec.head_dim) for heads in (query, key, value)
         )
         self.kernels.write_kv(self.kv, layer, key, value, self.batch.slots)
         prepared = self.batch.attention

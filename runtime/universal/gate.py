@@ -227,6 +227,7 @@ def _layout(calls: list[AttentionCall], context: int) -> AttentionLayout:
             call.window if call.window is not None and call.window < context else None
             for call in calls
         ),
+        group_size=max(call.num_heads for call in calls) // num_kv_heads,
     )
 
 

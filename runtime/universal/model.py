@@ -33,6 +33,7 @@ class AttentionLayout:
     num_kv_heads: int
     head_dim: int  # of keys or values, whichever is larger
     layer_windows: tuple[int | None, ...]  # tokens
+    group_size: int  # query heads of a key-value head, of the layer that has most
 
 
 class UniversalModel:
@@ -62,6 +63,7 @@ class UniversalModel:
             dtype=self._kernels.kv_dtype(dtype, layout.head_dim),
             device=self._network.device,
             layer_windows=layout.layer_windows if has_windows else (),
+            group_size=layout.group_size,
         )
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:

@@ -1,13 +1,21 @@
-"""Native code built in every way that this processor has."""
+"""Triton's interpreter where there is no GPU, and native code built in every way that this
+processor has."""
 
 import ctypes
+import os
 import platform
 import shutil
+import sys
 
 import pytest
 import torch
 
 from sapwood.kernels.native import Native, build
+
+# Triton looks at it when a kernel is defined, its own library's included.
+if not torch.cuda.is_available():
+    assert "triton" not in sys.modules, "imported before its kernels could be interpreted"
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The processor's own vectors, AVX2's, and what every x86-64 has.
 FLAGS = {"own": [], "avx2": ["-march=x86-64-v3"], "plain": ["-march=x86-64-v2"]}

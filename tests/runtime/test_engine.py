@@ -22,12 +22,14 @@ from sapwood import (
     RequestError,
     SamplingParams,
 )
+from sapwood.kernels.interface import Kernels
 from sapwood.radix import Lease, PrefixCache
 from sapwood.runtime.core import StepInFlight
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.request import SampledToken
-from sapwood.runtime.sampler import SamplingRow, sample
+from sapwood.runtime.sampler import sample
+from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.step_plan import StepPlan
 from sapwood.runtime.token_masks import TokenMasks
 
@@ -413,12 +415,12 @@ def test_a_request_without_finite_logits_fails_alone(
     num_quarantines = engine.stats().num_quarantines
 
     def poisoned(
-        logits: torch.Tensor, rows: list[SamplingRow], masks: TokenMasks
+        logits: torch.Tensor, rows: list[SamplingRow], masks: TokenMasks, kernels: Kernels
     ) -> list[SampledToken]:
         for index, row in enumerate(rows):
             if row.params.top_k == 7 and row.position > 8:
                 logits[index, 3] = torch.nan
-        return sample(logits, rows, masks)
+        return sample(logits, rows, masks, kernels)
 
     monkeypatch.setattr("sapwood.runtime.model_runner.sample", poisoned)
     results: dict[str, object] = {}

@@ -7,7 +7,7 @@ The default suite checks this on a tiny random model and, briefly, on the real o
 50 real prompts is marked slow.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sapwood import Engine, RequestOutput, SamplingParams
 from sapwood.kernels.cpu import CpuKernels
-from sapwood.kernels.interface import KVCache
+from sapwood.kernels.interface import KVCache, RowCopy
 from sapwood.kernels.native import load
 from sapwood.runtime.models import MODELS
 from sapwood.runtime.scheduler import Scheduler
@@ -200,10 +200,11 @@ def check_that_spoilt_rows_show(
     def off(kernels: CpuKernels, kv: KVCache, layer: int, key: Tensor, *rest: Tensor) -> None:
         write(kernels, kv, layer, key + noise * torch.randn_like(key), *rest)
 
-    def blank(kernels: CpuKernels, kv: KVCache, source: int, target: int, num_rows: int) -> None:
-        first = target * kv.spec.block_size
-        kv.keys[:, first : first + num_rows] = 0.0
-        kv.values[:, first : first + num_rows] = 0.0
+    def blank(kernels: CpuKernels, kv: KVCache, copies: Sequence[RowCopy]) -> None:
+        for _, target, num_rows in copies:
+            first = target * kv.spec.block_size
+            kv.keys[:, first : first + num_rows] = 0.0
+            kv.values[:, first : first + num_rows] = 0.0
 
     write = CpuKernels.write_kv
     torch.manual_seed(0)

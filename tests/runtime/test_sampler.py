@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from sapwood import SamplingParams
-from sapwood.runtime import sampler
+from sapwood.kernels import drawing
+from sapwood.runtime.logit_edits import edit_logits
 from sapwood.runtime.noise import answer_seed, uniform
-from sapwood.runtime.sampler import SamplingRow, edit_logits, prompt_logprobs, sample
+from sapwood.runtime.sampler import draw, sample
+from sapwood.runtime.sampling_row import SamplingRow
+from sapwood.runtime.token_logprobs import prompt_logprobs
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, -torch.inf])
 NO_TOKENS = np.zeros(100_000, np.int32)
@@ -289,7 +292,7 @@ def test_a_row_does_not_depend_on_how_many_are_worked_on_at_once(
 ) -> None:
     logits = torch.randn(32, 503) * 4
     expected = sample(logits.clone(), varied_rows())
-    monkeypatch.setattr(sampler, "_SLICE_SIZE", 3 * 503)
+    monkeypatch.setattr(drawing, "SLICE_SIZE", 3 * 503)
     assert sample(logits.clone(), varied_rows()) == expected
 
 
@@ -300,6 +303,30 @@ def test_rows_that_share_logits_do_not_see_each_others_edits() -> None:
     together = sample(logits.clone(), rows)
     alone = [sample(logits.clone(), [row])[0] for row in rows]
     assert together == alone
+
+
+@pytest.mark.parametrize("shares_logits", [False, True])
+def test_drawing_reads_nothing_back_from_the_device(shares_logits: bool) -> None:
+    """Tensors on `meta` have no elements: whoever asks for one, or how many there are, fails."""
+    num_logits = 2 if shares_logits else 32
+    rows = [replace(row, logits_index=i % num_logits) for i, row in enumerate(varied_rows())]
+    drawn = draw(torch.empty(num_logits, 503, device="meta"), rows)
+    assert (drawn.token_ids.shape, drawn.token_ids.dtype) == ((32,), torch.int64)
+    assert (drawn.is_sound.shape, drawn.is_sound.dtype) == ((32,), torch.bool)
+
+
+def test_tokens_on_the_device_are_those_that_are_told() -> None:
+    logits = torch.randn(32, 503) * 4
+    logits[4] = torch.nan
+    drawn = draw(logits, varied_rows())
+    told = drawn.told()
+    assert drawn.token_ids.tolist() == [token.token_id for token in told]
+    assert drawn.is_sound.tolist() == [token.is_sound for token in told]
+    assert drawn.told() == told
+
+
+def test_without_rows_nothing_is_drawn() -> None:
+    assert sample(LOGITS[None], []) == []
 
 
 def test_answers_drawn_from_one_row_follow_its_distribution() -> None:
@@ -384,7 +411,7 @@ def test_prompt_logprobs_are_those_that_sampling_tells_bit_for_bit(
     logits[:, 100:200] = logits[:, :1].round()  # ties
     params = SamplingParams(logprobs=True, top_logprobs=num_top)
     drawn = sample(logits.clone(), [row_of(params, index=i, seed=i) for i in range(50)])
-    monkeypatch.setattr(sampler, "_SLICE_SIZE", 7 * 3001)
+    monkeypatch.setattr(drawing, "SLICE_SIZE", 7 * 3001)
     token_ids = np.array([token.token_id for token in drawn], np.int32)
     before = logits.clone()
     told = prompt_logprobs(logits, token_ids, num_top)

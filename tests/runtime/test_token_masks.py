@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from sapwood.kernels import load_kernels
-from sapwood.runtime.sampler import SamplingRow, sample
+from sapwood.runtime.sampler import sample
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.token_masks import TokenMasks
 from tests.runtime.automata import Automaton, AutomatonMatcher
 from tests.runtime.harness import EOS, VOCAB_SIZE

@@ -1,0 +1,1 @@
+"""The sections of `bench/gpu_check.py`, and what they share."""
