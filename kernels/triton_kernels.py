@@ -2,7 +2,7 @@
 
 A step's plan becomes tiles once for all layers (tiles.py), and one copy brings them to the device.
 A layer's attention is then a launch for each tile shape and one that merges (triton_attention.py).
-What has no kernel of its own here is the reference's: torch's operations, on the device.
+What is around it is in triton_elementwise.py and triton_kv_cache.py; projections are torch's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from sapwood.kernels import composed, triton_sampling
+from sapwood.kernels import triton_elementwise, triton_kv_cache, triton_sampling
 from sapwood.kernels.interface import (
     QUANTIZED_KV_DTYPES,
     Activation,
@@ -24,9 +25,9 @@ from sapwood.kernels.interface import (
     KVCacheSpec,
     RowCopy,
 )
-from sapwood.kernels.kv_quantization import encode
-from sapwood.kernels.reference import ReferenceKernels
+from sapwood.kernels.reference import Projection
 from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.staging import Staging
 from sapwood.kernels.tile_packing import TileCapacity, WindowSections, pack
 from sapwood.kernels.tile_shapes import TileShapes
 from sapwood.kernels.tiles import TilePlan, plan_tiles
@@ -42,40 +43,46 @@ _INTERPRETED_PROGRAMS = 16  # that "run at once" where nothing does: some, so th
 class TritonAttention:
     """A plan as tiles in `tables`, int32 on the device, and where in it those of each window are.
 
-    `workspace` is for the partial results of one layer at a time.
+    `workspace` is for the partial results of one layer at a time; None: each layer makes its own.
     """
 
     tables: Tensor
     sections: Mapping[int | None, WindowSections]
-    workspace: Workspace
+    workspace: Workspace | None
     num_kv_tokens_read: int
 
 
-class StaticAttention:
-    """What a CUDA graph attends to: prepared attention whose buffers stay where they are.
+class StaticTritonAttention:
+    """What a CUDA graph attends to: prepared attention whose tables stay where they are.
 
     `load` puts the tiles of another plan into them. Before the first, no row attends to anything.
     """
 
     def __init__(
-        self, kernels: TritonKernels, spec: KVCacheSpec, num_rows: int, capacity: TileCapacity
+        self,
+        kernels: TritonKernels,
+        spec: KVCacheSpec,
+        num_rows: int,
+        capacity: TileCapacity,
+        staging: Staging,
     ) -> None:
-        self._kernels, self._spec = kernels, spec
+        self._kernels, self._spec, self._staging = kernels, spec, staging
         self._num_rows, self._capacity = num_rows, capacity
+        self._num_kv_tokens_read = 0
         nothing = AttentionPlan(num_rows=0, block_size=spec.block_size, shared=(), private=())
         packed = pack(kernels.plan_tiles(nothing, spec), capacity)
         assert packed is not None, "a plan without rows fits any capacity"
-        self._num_kv_tokens_read = 0
+        # A graph's layers allocate nothing when it is replayed, and one memory serves all graphs.
         self._prepared = TritonAttention(
             tables=torch.from_numpy(packed.buffer).to(spec.device, copy=True),
             sections=packed.sections,
-            workspace=_workspace(packed.num_partials, spec),
+            workspace=None,
             num_kv_tokens_read=0,
         )
 
     @property
     def prepared(self) -> TritonAttention:
-        """What `TritonKernels.attention` takes while the graph is captured."""
+        """Attention to whatever is loaded when it is run."""
         return self._prepared
 
     @property
@@ -84,7 +91,7 @@ class StaticAttention:
         return self._num_kv_tokens_read
 
     def load(self, plan: AttentionPlan) -> bool:
-        """Make the buffers hold `plan`, behind what the stream does now; False, and no change,
+        """Make the tables hold `plan`, behind what the stream does now; False, and no change,
         where it does not fit."""
         if plan.num_rows > self._num_rows:
             return False
@@ -92,8 +99,7 @@ class StaticAttention:
         packed = pack(plans, self._capacity)
         if packed is None:
             return False
-        used = _on_device(torch.from_numpy(packed.buffer[: packed.num_used]), self._spec.device)
-        self._prepared.tables[: packed.num_used].copy_(used)
+        self._staging.send_into(self._prepared.tables, packed.buffer[: packed.num_used])
         self._num_kv_tokens_read = _num_kv_tokens_read(plans)
         return True
 
@@ -110,7 +116,6 @@ class TritonKernels:
     ) -> None:
         """`table`: the shapes of tiles, if not those that are kept for the GPU of this machine."""
         self._kv_dtype = kv_dtype
-        self._reference = ReferenceKernels()
         has_gpu = torch.cuda.is_available()
         self._table = table or load_table(torch.cuda.get_device_name() if has_gpu else None)
 
@@ -160,9 +165,7 @@ class TritonKernels:
         return KVCache(spec, rows(), rows(), scales(), scales())
 
     def copy_rows(self, kv: KVCache, copies: Sequence[RowCopy]) -> None:
-        for source, target, num_rows in copies:
-            for tensor in kv.tensors:
-                tensor[:, target, :, :num_rows] = tensor[:, source, :, :num_rows]
+        triton_kv_cache.copy_rows(kv, copies)
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> TritonAttention:
         plans = self.plan_tiles(plan, spec)
@@ -178,9 +181,7 @@ class TritonKernels:
     def plan_tiles(self, plan: AttentionPlan, spec: KVCacheSpec) -> dict[int | None, TilePlan]:
         """The tiles of a step for each of the spec's windows; windows that hide nothing share
         theirs."""
-        shapes = self._table.tile_shapes(
-            head_dim=spec.head_dim, group_size=spec.group_size, kv_bytes=spec.dtype.itemsize
-        )
+        shapes = self._tile_shapes(spec)
         num_programs = _num_programs(shapes, spec)
         plans = {
             window: plan_tiles(
@@ -196,25 +197,26 @@ class TritonKernels:
         return {window: plans[narrowed(plan, window)] for window in spec.windows}
 
     def static_attention(
-        self, spec: KVCacheSpec, num_rows: int, capacity: TileCapacity
-    ) -> StaticAttention:
-        """Attention for a CUDA graph of `num_rows` rows over whatever plan fits `capacity`."""
-        return StaticAttention(self, spec, num_rows, capacity)
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
+    ) -> StaticTritonAttention:
+        shapes = self._tile_shapes(spec)
+        # No more than twice the cache: rows that share more than that are read by groups.
+        num_block_ids = num_rows * -(-max_context_len // spec.block_size)
+        capacity = TileCapacity.for_decoding(
+            num_rows,
+            num_block_ids=min(num_block_ids, 2 * spec.num_blocks + num_rows),
+            rows_per_tile=shapes.wide.num_query_rows(spec.group_size),
+            programs_per_head=-(-_num_programs(shapes, spec) // spec.num_kv_heads),
+        )
+        return StaticTritonAttention(self, spec, num_rows, capacity, staging)
+
+    def _tile_shapes(self, spec: KVCacheSpec) -> TileShapes:
+        return self._table.tile_shapes(
+            head_dim=spec.head_dim, group_size=spec.group_size, kv_bytes=spec.dtype.itemsize
+        )
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        # Indices on both sides of the heads' axis: what they select is [T, Hkv, D].
-        blocks, offsets = slots // kv.spec.block_size, slots % kv.spec.block_size
-        if kv.key_scales is None or kv.value_scales is None:
-            kv.keys[layer, blocks, :, offsets] = key.to(kv.keys.dtype)
-            kv.values[layer, blocks, :, offsets] = value.to(kv.values.dtype)
-            return
-        for rows, codes, scales in (
-            (key, kv.keys, kv.key_scales),
-            (value, kv.values, kv.value_scales),
-        ):
-            encoded = encode(rows, kv.spec.dtype)
-            codes.view(torch.uint8)[layer, blocks, :, offsets] = encoded.codes.view(torch.uint8)
-            scales[layer, blocks, :, offsets] = encoded.scales
+        triton_kv_cache.write_kv(kv, layer, key, value, slots)
 
     def rotary_and_write(
         self,
@@ -228,7 +230,9 @@ class TritonKernels:
         *,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        return composed.rotary_and_write(self, heads, num_heads, cos, sin, kv, layer, slots, norms)
+        return triton_kv_cache.rotary_and_write(
+            heads, num_heads, cos, sin, kv, layer, slots, norms=norms
+        )
 
     def attention(
         self,
@@ -241,6 +245,8 @@ class TritonKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(prepared, StaticTritonAttention):
+            prepared = prepared.prepared
         if not isinstance(prepared, TritonAttention):
             raise TypeError(f"expected a TritonAttention, got {type(prepared).__name__}")
         spec = kv.spec
@@ -251,20 +257,21 @@ class TritonKernels:
             )
         if query.stride(2) != 1 or query.stride(1) != spec.head_dim:
             query = query.contiguous()
+        sections = prepared.sections[spec.window(layer)]
         return attend(
             query,
             kv,
             layer,
             prepared.tables,
-            prepared.sections[spec.window(layer)],
-            prepared.workspace,
+            sections,
+            prepared.workspace or _workspace(sections.num_partials, spec),
             scale,
             softcap,
             sinks,
         )
 
     def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-        self._reference.mask_logits(logits, rows, allowed)
+        triton_elementwise.mask_logits(logits, rows, allowed)
 
     def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
         return triton_sampling.draw_tokens(logits, params)
@@ -272,21 +279,27 @@ class TritonKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> Tensor:
-        return self._reference.rms_norm(x, weight, eps, residual)
+        return triton_elementwise.rms_norm(x, weight, eps, residual)
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._reference.rotary(heads, cos, sin)
+        return triton_kv_cache.rotary(heads, cos, sin)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return self._reference.activate_and_mul(gate_up, activation)
+        return triton_elementwise.activate_and_mul(gate_up, activation)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
-    ) -> object:
-        return self._reference.pack_linear(weight, bias, is_last=is_last)
+    ) -> Projection:
+        return Projection(weight, bias)
 
     def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
-        return self._reference.linear(x, packed, residual)
+        if not isinstance(packed, Projection):
+            raise TypeError(f"expected a Projection, got {type(packed).__name__}")
+        if residual is None:
+            return functional.linear(x, packed.weight, packed.bias)
+        # The product's epilogue adds to what is in its output, which spares a pass over memory.
+        residual.addmm_(x, packed.weight.t())
+        return residual if packed.bias is None else residual.add_(packed.bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, packed: object) -> Tensor:
         return self.linear(self.rms_norm(x, weight, eps), packed)

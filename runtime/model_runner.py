@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sapwood.kernels.host_copies import send
 from sapwood.kernels.interface import Kernels, KVCache, RowCopy
-from sapwood.runtime.batch import ForwardBatch
+from sapwood.runtime.batch import BatchBuilder, ForwardBatch
 from sapwood.runtime.compute_threads import ComputeThreads
 from sapwood.runtime.request import ChunkResult, Sequence
 from sapwood.runtime.sampler import Drawn, draw
@@ -60,19 +60,26 @@ class ModelRunner:
     """Runs plans on one model and one KV cache, in the order of their launch.
 
     Its only state is the KV cache's contents, and what the last step draws: the pending tokens of
-    the next one. `masks` are needed where requests are constrained.
+    the next one. `masks` are needed where requests are constrained. `batches` makes what `model`
+    takes: where that is a graphed one, it knows of its static batches.
 
     All work for a device goes to one stream, so that each step finds what the ones before it wrote,
     block copies and drawn tokens too, without anybody waiting.
     """
 
     def __init__(
-        self, model: Model, kernels: Kernels, kv: KVCache, masks: TokenMasks | None = None
+        self,
+        model: Model,
+        kernels: Kernels,
+        kv: KVCache,
+        masks: TokenMasks | None = None,
+        batches: BatchBuilder | None = None,
     ) -> None:
         self._model = model
         self._masks = masks
         self._kernels = kernels
         self._kv = kv
+        self._batches = batches or BatchBuilder(kernels, kv.spec)
         self._last: LaunchedStep | None = None
         # Elsewhere threads of the processor only prepare what is computed.
         self._threads = ComputeThreads(max_threads=None if kv.spec.device.type == "cpu" else 1)
@@ -83,9 +90,9 @@ class ModelRunner:
         copies = [RowCopy(copy.source, copy.target, copy.num_rows) for copy in plan.copies]
         if copies:
             self._kernels.copy_rows(self._kv, copies)
-        batch = self._batch(plan)
-        self._fill_in_pending(plan, batch.input_ids)
         with self._threads.watched():
+            batch = self._batches.build(plan)
+            self._fill_in_pending(plan, batch.input_ids)
             logits = self._model.forward(batch, self._kv)
         by_chunk = torch.split(logits, [chunk.num_logits for chunk in plan.chunks])
         scored = [_scored(chunk, rows) for chunk, rows in zip(plan.chunks, by_chunk, strict=True)]
@@ -112,27 +119,6 @@ class ModelRunner:
         sent = send(arrays, input_ids.device)
         input_ids[sent["rows"]] = self._last.drawn.token_ids[sent["places"]]
 
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
-        """The plan's tensors. numpy work per chunk, none in Python per token."""
-        device = self._kv.spec.device
-        block_size = self._kv.spec.block_size
-        input_ids = np.concatenate([chunk.token_ids for chunk in plan.chunks])
-        positions = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
-        blocks = np.concatenate([_blocks_of_rows(c, block_size) for c in plan.chunks])
-        slots = blocks.astype(np.int64) * block_size + positions % block_size
-        ends = np.cumsum([chunk.length for chunk in plan.chunks])
-        logits_rows = [
-            np.arange(end - chunk.num_logits, end)
-            for chunk, end in zip(plan.chunks, ends, strict=True)
-        ]
-        return ForwardBatch(
-            input_ids=_tensor(input_ids, device),
-            positions=_tensor(positions, device),
-            slots=_tensor(slots, device),
-            logits_rows=_tensor(np.concatenate(logits_rows), device),
-            attention=self._kernels.plan_attention(plan.attention, self._kv.spec),
-        )
-
 
 def _sampling_rows(plan: StepPlan) -> list[SamplingRow]:
     """The tokens to draw, those of a chunk behind each other."""
@@ -155,13 +141,3 @@ def _scored(chunk: Chunk, logits: Tensor) -> Scored | None:
     token_ids = chunk.sequence.token_ids[chunk.first_score :][: chunk.num_scores]
     num_top = chunk.sequence.request.sampling.prompt_logprobs or 0
     return score(logits[: chunk.num_scores], token_ids, num_top)
-
-
-def _blocks_of_rows(chunk: Chunk, block_size: int) -> np.ndarray:
-    """The block that each row of a chunk is written to, int32 [length]."""
-    table = chunk.sequence.held_lease.block_table
-    return table[np.arange(chunk.start, chunk.end) // block_size]
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device)

@@ -230,7 +230,7 @@ class Scheduler:
             raise _NeedsCommit
         chunks: list[Chunk] = []
         num_preemptions = self.counters.num_preemptions
-        budget = self._options.max_num_batched_tokens
+        budget = self._options.step_budget()
         budget = self._plan_running(chunks, budget)
         if self.counters.num_preemptions == num_preemptions:
             self._admit(chunks, budget, now)

@@ -110,6 +110,7 @@ def make_step(
     dtype: torch.dtype = torch.float32,
     shuffled: bool = True,
     layer_windows: tuple[int | None, ...] = (),
+    kv_dtype: torch.dtype | None = None,
 ) -> Step:
     edges = {edge: [] for tail in tails if tail.edge for edge in tail.edge.path()}
     num_blocks = sum(e.num_blocks for e in edges) + sum(-(-t.length // block_size) for t in tails)
@@ -160,7 +161,7 @@ def make_step(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
         device=subject.device,
         layer_windows=layer_windows,
         group_size=num_groups,

@@ -261,7 +261,7 @@ def test_one_wrong_input_of_many_submits_none(engine: Engine) -> None:
         {"no_such_option": 1},
         {"block_size": 0},
         {"max_num_seqs": 0},
-        {"max_num_seqs": 513},
+        {"max_num_seqs": 513, "max_num_batched_tokens": 512},
         {"dtype": "float8"},
         {"schedule_policy": "lifo"},
         {"kernels": "abacus"},
