@@ -24,9 +24,10 @@ from sapwood import (
 )
 from sapwood.kernels.interface import Kernels
 from sapwood.radix import Lease, PrefixCache
+from sapwood.runtime.core import StepInFlight
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
-from sapwood.runtime.request import ChunkResult, SampledToken
+from sapwood.runtime.request import SampledToken
 from sapwood.runtime.sampler import sample
 from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.step_plan import StepPlan
@@ -324,13 +325,13 @@ def test_closing_frees_the_model_without_waiting_for_the_collector(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[ModelRunner]] = []
-    run = ModelRunner.run
+    launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, plan: StepPlan) -> list[ChunkResult]:
+    def noted(runner: ModelRunner, plan: StepPlan) -> StepInFlight:
         made.append(weakref.ref(runner))
-        return run(runner, plan)
+        return launch(runner, plan)
 
-    monkeypatch.setattr(ModelRunner, "run", noted)
+    monkeypatch.setattr(ModelRunner, "launch", noted)
     gc.collect()
     gc.disable()
     try:
@@ -353,7 +354,7 @@ def test_a_failing_step_is_an_error_for_its_callers_only(
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ModelRunner, "run", broken)
+            patch.setattr(ModelRunner, "launch", broken)
             with pytest.raises(EngineError, match="no memory"):
                 engine.generate("The quick", GREEDY)
         [after] = engine.generate("The quick", GREEDY)
