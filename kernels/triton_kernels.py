@@ -2,7 +2,7 @@
 
 A step's plan becomes tiles once for all layers (tiles.py), and one copy brings them to the device.
 A layer's attention is then a launch for each tile shape and one that merges (triton_attention.py).
-What has no kernel of its own here is the reference's: torch's operations, on the device.
+What is around it is in triton_elementwise.py and triton_kv_cache.py; projections are torch's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from sapwood.kernels import composed, triton_sampling
+from sapwood.kernels import triton_elementwise, triton_kv_cache, triton_sampling
 from sapwood.kernels.interface import (
     QUANTIZED_KV_DTYPES,
     Activation,
@@ -24,8 +25,7 @@ from sapwood.kernels.interface import (
     KVCacheSpec,
     RowCopy,
 )
-from sapwood.kernels.kv_quantization import encode
-from sapwood.kernels.reference import ReferenceKernels
+from sapwood.kernels.reference import Projection
 from sapwood.kernels.segments import AttentionPlan
 from sapwood.kernels.tile_packing import TileCapacity, WindowSections, pack
 from sapwood.kernels.tile_shapes import TileShapes
@@ -110,7 +110,6 @@ class TritonKernels:
     ) -> None:
         """`table`: the shapes of tiles, if not those that are kept for the GPU of this machine."""
         self._kv_dtype = kv_dtype
-        self._reference = ReferenceKernels()
         has_gpu = torch.cuda.is_available()
         self._table = table or load_table(torch.cuda.get_device_name() if has_gpu else None)
 
@@ -160,9 +159,7 @@ class TritonKernels:
         return KVCache(spec, rows(), rows(), scales(), scales())
 
     def copy_rows(self, kv: KVCache, copies: Sequence[RowCopy]) -> None:
-        for source, target, num_rows in copies:
-            for tensor in kv.tensors:
-                tensor[:, target, :, :num_rows] = tensor[:, source, :, :num_rows]
+        triton_kv_cache.copy_rows(kv, copies)
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> TritonAttention:
         plans = self.plan_tiles(plan, spec)
@@ -202,19 +199,7 @@ class TritonKernels:
         return StaticAttention(self, spec, num_rows, capacity)
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        # Indices on both sides of the heads' axis: what they select is [T, Hkv, D].
-        blocks, offsets = slots // kv.spec.block_size, slots % kv.spec.block_size
-        if kv.key_scales is None or kv.value_scales is None:
-            kv.keys[layer, blocks, :, offsets] = key.to(kv.keys.dtype)
-            kv.values[layer, blocks, :, offsets] = value.to(kv.values.dtype)
-            return
-        for rows, codes, scales in (
-            (key, kv.keys, kv.key_scales),
-            (value, kv.values, kv.value_scales),
-        ):
-            encoded = encode(rows, kv.spec.dtype)
-            codes.view(torch.uint8)[layer, blocks, :, offsets] = encoded.codes.view(torch.uint8)
-            scales[layer, blocks, :, offsets] = encoded.scales
+        triton_kv_cache.write_kv(kv, layer, key, value, slots)
 
     def rotary_and_write(
         self,
@@ -228,7 +213,9 @@ class TritonKernels:
         *,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        return composed.rotary_and_write(self, heads, num_heads, cos, sin, kv, layer, slots, norms)
+        return triton_kv_cache.rotary_and_write(
+            heads, num_heads, cos, sin, kv, layer, slots, norms=norms
+        )
 
     def attention(
         self,
@@ -264,7 +251,7 @@ class TritonKernels:
         )
 
     def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-        self._reference.mask_logits(logits, rows, allowed)
+        triton_elementwise.mask_logits(logits, rows, allowed)
 
     def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
         return triton_sampling.draw_tokens(logits, params)
@@ -272,21 +259,27 @@ class TritonKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> Tensor:
-        return self._reference.rms_norm(x, weight, eps, residual)
+        return triton_elementwise.rms_norm(x, weight, eps, residual)
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._reference.rotary(heads, cos, sin)
+        return triton_kv_cache.rotary(heads, cos, sin)
 
     def activate_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return self._reference.activate_and_mul(gate_up, activation)
+        return triton_elementwise.activate_and_mul(gate_up, activation)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, *, is_last: bool = False
-    ) -> object:
-        return self._reference.pack_linear(weight, bias, is_last=is_last)
+    ) -> Projection:
+        return Projection(weight, bias)
 
     def linear(self, x: Tensor, packed: object, residual: Tensor | None = None) -> Tensor:
-        return self._reference.linear(x, packed, residual)
+        if not isinstance(packed, Projection):
+            raise TypeError(f"expected a Projection, got {type(packed).__name__}")
+        if residual is None:
+            return functional.linear(x, packed.weight, packed.bias)
+        # The product's epilogue adds to what is in its output, which spares a pass over memory.
+        residual.addmm_(x, packed.weight.t())
+        return residual if packed.bias is None else residual.add_(packed.bias)
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, packed: object) -> Tensor:
         return self.linear(self.rms_norm(x, weight, eps), packed)

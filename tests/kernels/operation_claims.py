@@ -32,6 +32,18 @@ def rms_norm_takes_the_heads_of_a_part_of_each_row(subject: Subject, dtype: torc
     assert torch.equal(wide, before)
 
 
+@claim(dtype=DTYPES, size=[1, 12, 576, 1100])
+def rms_norm_adds_a_residual(subject: Subject, dtype: torch.dtype, size: int) -> None:
+    x, residual = (subject.random(7, size, dtype=dtype) for _ in range(2))
+    weight, before = subject.random(size, dtype=dtype), residual.clone()
+    exact = x.double()
+    scaled = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    result = subject.kernels.rms_norm(x, weight, 1e-5, residual)
+    assert result.dtype == dtype
+    assert_close(result, residual.double() + scaled * weight.double())
+    assert torch.equal(residual, before)
+
+
 @claim()
 def rms_norm_does_not_overflow_in_float16(subject: Subject) -> None:
     x = torch.full((1, 32), 3000.0, dtype=torch.float16, device=subject.device)
@@ -79,11 +91,11 @@ def formula(activation: Activation, gate: Tensor) -> Tensor:
     return gate / 2 * (1 + ((gate + 0.044715 * gate**3) * (2 / torch.pi) ** 0.5).tanh())
 
 
-@claim(dtype=DTYPES, activation=tuple(Activation))
+@claim(dtype=DTYPES, activation=tuple(Activation), size=[32, 1, 1100])
 def activate_and_mul_equals_its_formula(
-    subject: Subject, dtype: torch.dtype, activation: Activation
+    subject: Subject, dtype: torch.dtype, activation: Activation, size: int
 ) -> None:
-    gate_up = subject.random(5, 64, dtype=dtype)
+    gate_up = 3.0 * subject.random(5, 2 * size, dtype=dtype)
     before = gate_up.clone()
     gate, up = gate_up.double().chunk(2, dim=-1)
     result = subject.kernels.activate_and_mul(gate_up, activation)
@@ -113,15 +125,32 @@ def fused_linears_are_their_two_parts(subject: Subject, num_rows: int, dtype: to
     assert_close(subject.kernels.norm_linear(x, norm, 1e-5, packed), normed)
     for activation in Activation:
         gated = subject.kernels.activate_and_mul(gate_up, activation)
-        for added in (residual, None):
-            assert_close(
-                subject.kernels.gated_linear(gate_up, packed, added, activation=activation),
-                subject.kernels.linear(gated, packed, added),
-            )
-    silu = subject.kernels.linear(
-        subject.kernels.activate_and_mul(gate_up, Activation.SILU), packed, residual
-    )
+        assert_close(
+            subject.kernels.gated_linear(gate_up, packed, activation=activation),
+            subject.kernels.linear(gated, packed),
+        )
+        # A residual is passed once: the sum may take its place.
+        assert_close(
+            subject.kernels.gated_linear(gate_up, packed, residual.clone(), activation=activation),
+            subject.kernels.linear(gated, packed, residual.clone()),
+        )
+    gated = subject.kernels.activate_and_mul(gate_up, Activation.SILU)
+    silu = subject.kernels.linear(gated, packed, residual.clone())
     assert_close(subject.kernels.gated_linear(gate_up, packed, residual), silu)
+
+
+@claim(dtype=DTYPES, has_bias=[False, True])
+def linear_adds_a_residual(subject: Subject, dtype: torch.dtype, has_bias: bool) -> None:
+    x, weight = subject.random(5, 24, dtype=dtype), subject.random(40, 24, dtype=dtype)
+    bias = subject.random(40, dtype=dtype) if has_bias else None
+    residual = subject.random(5, 40, dtype=dtype)
+    expected = residual.double() + x.double() @ weight.double().T
+    if bias is not None:
+        expected = expected + bias.double()
+    packed = subject.kernels.pack_linear(weight, bias)
+    result = subject.kernels.linear(x, packed, residual)
+    assert result.dtype == dtype
+    assert_close(result, expected)
 
 
 @claim(vocab_size=[1, 31, 32, 100, 4096])
