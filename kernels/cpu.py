@@ -42,6 +42,7 @@ from sapwood.kernels.projections import (
 )
 from sapwood.kernels.reference import ReferenceAttention, ReferenceKernels
 from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.staging import Staging
 from sapwood.kernels.torch_attention import TorchAttention, attend_with_torch, plan_torch
 
 # oneDNN reads packed weights at 22 GB/s for 1 to 3 rows and at 26 for 4 (float32, 2 threads).
@@ -120,6 +121,11 @@ class CpuKernels:
             return plan_native(plan, spec.windows)
         reference = partial(self._reference.plan_attention, plan, spec)
         return plan_torch(plan, spec.windows, reference)
+
+    def static_attention(
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
+    ) -> None:
+        return None
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         if kv.spec.is_quantized:

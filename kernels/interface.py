@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.staging import Staging
 
 QUANTIZED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
 """What keys and values are kept in with a scale for each row and head (kv_quantization.py)."""
@@ -77,6 +78,11 @@ class KVCacheSpec:
     def num_slots(self) -> int:
         """Tokens that fit."""
         return self.num_blocks * self.block_size
+
+    @property
+    def scratch_slot(self) -> int:
+        """The first slot behind all blocks, where a backend has room for rows that are padding."""
+        return self.num_slots
 
     @property
     def is_quantized(self) -> bool:
@@ -188,6 +194,22 @@ class PreparedAttention(Protocol):
         ...
 
 
+class StaticAttention(PreparedAttention, Protocol):
+    """A plan in memory of the device whose address stays, to be replaced by the next one.
+
+    For steps that are recorded once and replayed: what is launched for it does not depend on the
+    plan, only what is computed.
+    """
+
+    def load(self, plan: AttentionPlan) -> bool:
+        """Become `plan`; False, and nothing has changed, where that does not fit.
+
+        Rows beyond the plan's attend to nothing, their results are undefined. What is queued on the
+        current stream before still sees the old plan. Before the first, there is a plan of no rows.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """What a model computes with. Backends keep no state between calls but memory for weights.
 
@@ -234,6 +256,17 @@ class Kernels(Protocol):
         """Turn a plan into what `attention` reads in a cache like `spec`, of whatever size.
 
         Once per step, used by every layer.
+        """
+        ...
+
+    def static_attention(
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
+    ) -> StaticAttention | None:
+        """Room for plans of up to `num_rows` rows that see up to `max_context_len` tokens each,
+        sent there by `staging`.
+
+        None where the backend has no such thing. One that has it allocates caches of one block more
+        than their spec says: slot `spec.scratch_slot` is for rows that are nobody's.
         """
         ...
 

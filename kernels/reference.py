@@ -37,6 +37,7 @@ from sapwood.kernels.interface import (
 )
 from sapwood.kernels.kv_quantization import decode, encode
 from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.staging import Staging
 from sapwood.kernels.windows import seen_private, seen_shared
 
 
@@ -122,6 +123,11 @@ class ReferenceKernels:
         return ReferenceAttention(
             {window: tuple(_segment_indices(plan, window, spec.device)) for window in spec.windows}
         )
+
+    def static_attention(
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
+    ) -> None:
+        return None
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         if kv.key_scales is None or kv.value_scales is None:

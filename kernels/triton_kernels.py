@@ -27,6 +27,7 @@ from sapwood.kernels.interface import (
 )
 from sapwood.kernels.reference import Projection
 from sapwood.kernels.segments import AttentionPlan
+from sapwood.kernels.staging import Staging
 from sapwood.kernels.tile_packing import TileCapacity, WindowSections, pack
 from sapwood.kernels.tile_shapes import TileShapes
 from sapwood.kernels.tiles import TilePlan, plan_tiles
@@ -42,40 +43,46 @@ _INTERPRETED_PROGRAMS = 16  # that "run at once" where nothing does: some, so th
 class TritonAttention:
     """A plan as tiles in `tables`, int32 on the device, and where in it those of each window are.
 
-    `workspace` is for the partial results of one layer at a time.
+    `workspace` is for the partial results of one layer at a time; None: each layer makes its own.
     """
 
     tables: Tensor
     sections: Mapping[int | None, WindowSections]
-    workspace: Workspace
+    workspace: Workspace | None
     num_kv_tokens_read: int
 
 
-class StaticAttention:
-    """What a CUDA graph attends to: prepared attention whose buffers stay where they are.
+class StaticTritonAttention:
+    """What a CUDA graph attends to: prepared attention whose tables stay where they are.
 
     `load` puts the tiles of another plan into them. Before the first, no row attends to anything.
     """
 
     def __init__(
-        self, kernels: TritonKernels, spec: KVCacheSpec, num_rows: int, capacity: TileCapacity
+        self,
+        kernels: TritonKernels,
+        spec: KVCacheSpec,
+        num_rows: int,
+        capacity: TileCapacity,
+        staging: Staging,
     ) -> None:
-        self._kernels, self._spec = kernels, spec
+        self._kernels, self._spec, self._staging = kernels, spec, staging
         self._num_rows, self._capacity = num_rows, capacity
+        self._num_kv_tokens_read = 0
         nothing = AttentionPlan(num_rows=0, block_size=spec.block_size, shared=(), private=())
         packed = pack(kernels.plan_tiles(nothing, spec), capacity)
         assert packed is not None, "a plan without rows fits any capacity"
-        self._num_kv_tokens_read = 0
+        # A graph's layers allocate nothing when it is replayed, and one memory serves all graphs.
         self._prepared = TritonAttention(
             tables=torch.from_numpy(packed.buffer).to(spec.device, copy=True),
             sections=packed.sections,
-            workspace=_workspace(packed.num_partials, spec),
+            workspace=None,
             num_kv_tokens_read=0,
         )
 
     @property
     def prepared(self) -> TritonAttention:
-        """What `TritonKernels.attention` takes while the graph is captured."""
+        """Attention to whatever is loaded when it is run."""
         return self._prepared
 
     @property
@@ -84,7 +91,7 @@ class StaticAttention:
         return self._num_kv_tokens_read
 
     def load(self, plan: AttentionPlan) -> bool:
-        """Make the buffers hold `plan`, behind what the stream does now; False, and no change,
+        """Make the tables hold `plan`, behind what the stream does now; False, and no change,
         where it does not fit."""
         if plan.num_rows > self._num_rows:
             return False
@@ -92,8 +99,7 @@ class StaticAttention:
         packed = pack(plans, self._capacity)
         if packed is None:
             return False
-        used = _on_device(torch.from_numpy(packed.buffer[: packed.num_used]), self._spec.device)
-        self._prepared.tables[: packed.num_used].copy_(used)
+        self._staging.send_into(self._prepared.tables, packed.buffer[: packed.num_used])
         self._num_kv_tokens_read = _num_kv_tokens_read(plans)
         return True
 
@@ -175,9 +181,7 @@ class TritonKernels:
     def plan_tiles(self, plan: AttentionPlan, spec: KVCacheSpec) -> dict[int | None, TilePlan]:
         """The tiles of a step for each of the spec's windows; windows that hide nothing share
         theirs."""
-        shapes = self._table.tile_shapes(
-            head_dim=spec.head_dim, group_size=spec.group_size, kv_bytes=spec.dtype.itemsize
-        )
+        shapes = self._tile_shapes(spec)
         num_programs = _num_programs(shapes, spec)
         plans = {
             window: plan_tiles(
@@ -192,11 +196,28 @@ class TritonKernels:
         }
         return {window: plans[narrowed(plan, window)] for window in spec.windows}
 
+    def num_programs(self, spec: KVCacheSpec) -> int:
+        """Programs of narrow tiles that the device runs at once, over all KV heads."""
+        return _num_programs(self._tile_shapes(spec), spec)
+
     def static_attention(
-        self, spec: KVCacheSpec, num_rows: int, capacity: TileCapacity
-    ) -> StaticAttention:
-        """Attention for a CUDA graph of `num_rows` rows over whatever plan fits `capacity`."""
-        return StaticAttention(self, spec, num_rows, capacity)
+        self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
+    ) -> StaticTritonAttention:
+        shapes = self._tile_shapes(spec)
+        # No more than twice the cache: rows that share more than that are read by groups.
+        num_block_ids = num_rows * -(-max_context_len // spec.block_size)
+        capacity = TileCapacity.for_decoding(
+            num_rows,
+            num_block_ids=min(num_block_ids, 2 * spec.num_blocks + num_rows),
+            rows_per_tile=shapes.wide.num_query_rows(spec.group_size),
+            programs_per_head=-(-_num_programs(shapes, spec) // spec.num_kv_heads),
+        )
+        return StaticTritonAttention(self, spec, num_rows, capacity, staging)
+
+    def _tile_shapes(self, spec: KVCacheSpec) -> TileShapes:
+        return self._table.tile_shapes(
+            head_dim=spec.head_dim, group_size=spec.group_size, kv_bytes=spec.dtype.itemsize
+        )
 
     def write_kv(self, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         triton_kv_cache.write_kv(kv, layer, key, value, slots)
@@ -228,6 +249,8 @@ class TritonKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(prepared, StaticTritonAttention):
+            prepared = prepared.prepared
         if not isinstance(prepared, TritonAttention):
             raise TypeError(f"expected a TritonAttention, got {type(prepared).__name__}")
         spec = kv.spec
@@ -238,13 +261,14 @@ class TritonKernels:
             )
         if query.stride(2) != 1 or query.stride(1) != spec.head_dim:
             query = query.contiguous()
+        sections = prepared.sections[spec.window(layer)]
         return attend(
             query,
             kv,
             layer,
             prepared.tables,
-            prepared.sections[spec.window(layer)],
-            prepared.workspace,
+            sections,
+            prepared.workspace or _workspace(sections.num_partials, spec),
             scale,
             softcap,
             sinks,

@@ -84,10 +84,10 @@ def _store_rows(
     inside = (dims < HEAD_DIM)[None, :]
     if IS_INT8 or IS_E4M3:
         largest: tl.constexpr = 127.0 if IS_INT8 else 448.0
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1), largest), _SMALLEST_SCALE)
-        # The maximum passes over NaN, the comparison does not.
-        is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=1) > 0
-        scale = tl.where(is_finite, scale, float("nan"))
+        is_finite = tl.abs(x) < float("inf")  # and not NaN, which a maximum may pass over
+        magnitude = tl.max(tl.where(is_finite, tl.abs(x), 0.0), axis=1)
+        scale = tl.maximum(tl.div_rn(magnitude, largest), _SMALLEST_SCALE)
+        scale = tl.where(tl.min(is_finite.to(tl.int32), axis=1) > 0, scale, float("nan"))
         scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         tl.store(target, _int8(scaled) if IS_INT8 else _e4m3(scaled), mask=inside)
         tl.store(scales + row, scale)

@@ -9,18 +9,25 @@ from dataclasses import dataclass
 
 import torch
 
-from sapwood.kernels import KERNELS, load_kernels
-from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
 from sapwood.radix import Namespace, NamespaceKind, NamespacePart, PrefixCache
-from sapwood.runtime.config import EngineConfig
+from sapwood.runtime.config import CacheOptions, EngineConfig, SchedulerOptions
 from sapwood.runtime.constraints.backends import Backends
 from sapwood.runtime.constraints.compiler import ConstraintCompiler
 from sapwood.runtime.constraints.reasoning import ReasoningMatchers
 from sapwood.runtime.constraints.vocabulary import vocabulary_of
 from sapwood.runtime.core import EngineCore
+from sapwood.runtime.cuda_graphs import CudaGraphRecorder, GraphPlan, graph_row_counts
+from sapwood.runtime.device_options import (
+    check_device_options,
+    choose_device,
+    choose_kernels,
+    wants_graphs,
+)
 from sapwood.runtime.errors import ConfigError
-from sapwood.runtime.memory import available_bytes
+from sapwood.runtime.memory_trial import CudaMeter, StepLimits
 from sapwood.runtime.model_runner import ModelRunner
+from sapwood.runtime.models import Model
+from sapwood.runtime.placement import memory_for, place_on_cpu, place_on_gpu
 from sapwood.runtime.policy import load_policy
 from sapwood.runtime.processing import InputProcessor
 from sapwood.runtime.reasoning import reasoning_tags
@@ -33,9 +40,6 @@ from sapwood.runtime.tokenizer import Tokenizer
 from sapwood.runtime.weights import choose_dtype, load_model
 
 logger = logging.getLogger(__name__)
-
-CPU_KV_BYTES = 3 * 2**28
-MAX_SHARE_OF_FREE_MEMORY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,8 @@ class EngineInfo:
     block_size: int  # tokens
     num_kv_blocks: int
     kv_bytes: int
+    max_num_batched_tokens: int  # rows of one step
+    max_graph_rows: int  # steps of up to so many rows are CUDA graphs; 0: none are
     schedule_policy: str
     prefix_caching: bool
     has_chat_template: bool
@@ -102,31 +108,41 @@ def build_engine(config: EngineConfig, clock: Callable[[], float]) -> EnginePart
 def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     started = time.monotonic()
     policy = load_policy(config.scheduler.schedule_policy)
-    device = _device(config.model.device)
-    kernels_name = config.model.kernels
-    if kernels_name == "auto":
-        kernels_name = "cpu" if device.type == "cpu" else "reference"
-    if kernels_name not in KERNELS:
-        raise ConfigError(
-            f"kernels is {kernels_name!r}; it must be auto or one of {', '.join(KERNELS)}"
+    device = choose_device(config.model.device)
+    check_device_options(config.model, config.cache, device)
+    scheduler_options = config.scheduler.on(device.type)
+    kernels = choose_kernels(config.model, config.cache, device)
+    meter = CudaMeter(device) if device.type == "cuda" else None
+    free_at_first = meter.look().free if meter is not None else 0
+    with memory_for("the model", "choose a smaller one, or end other programs that use the GPU"):
+        loaded = load_model(
+            config.model.model,
+            dtype=config.model.dtype,
+            load_format=config.model.load_format,
+            quantize=config.model.quantize,
+            verify_model=config.model.verify_model,
+            device=device,
+            kernels=kernels,
         )
-    kernels = load_kernels(kernels_name)
-    loaded = load_model(
-        config.model.model,
-        dtype=config.model.dtype,
-        load_format=config.model.load_format,
-        quantize=config.model.quantize,
-        verify_model=config.model.verify_model,
-        device=device,
-        kernels=kernels,
-    )
     assert loaded.path is not None, "a name always leads to a folder"
     tokenizer = Tokenizer.from_folder(loaded.path, tool_format=config.model.tool_format)
     block_size = config.cache.block_size
-    spec = loaded.model.kv_spec(1, block_size)
-    num_blocks = _num_blocks(config, spec.num_bytes, device)
-    kv = _make_kv_cache(kernels, loaded.model.kv_spec(num_blocks, block_size))
-    max_model_len = _max_model_len(config, loaded.config.max_position_embeddings, num_blocks)
+    wanted_len = _wanted_len(config, loaded.config.max_position_embeddings)
+    if meter is None:
+        placed = place_on_cpu(loaded.model, kernels, config.cache)
+    else:
+        placed = place_on_gpu(
+            loaded.model,
+            kernels,
+            config.cache,
+            _step_limits(config.cache, scheduler_options, wanted_len),
+            meter=meter,
+            free_at_first=free_at_first,
+            graphs=_graphs(config, loaded.model, device, wanted_len),
+        )
+    spec = placed.kv.spec
+    num_blocks = spec.num_blocks
+    max_model_len = _max_model_len(wanted_len, spec.num_slots)
 
     def make_cache() -> PrefixCache:
         return PrefixCache(num_blocks, block_size, enabled=config.cache.prefix_caching)
@@ -134,7 +150,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     scheduler = Scheduler(
         make_cache(),
         policy,
-        config.scheduler,
+        scheduler_options,
         segmenter=Segmenter(block_size, kernels.min_saved_tokens),
         max_model_len=max_model_len,
         token_bytes=tokenizer.token_bytes,
@@ -147,9 +163,10 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
     )
     core = EngineCore(
         scheduler,
-        ModelRunner(loaded.model, kernels, kv, masks),
+        ModelRunner(placed.model, kernels, placed.kv, masks, placed.batches),
         clock=clock,
         make_cache=make_cache,
+        overlap=scheduler_options.overlaps(device.type),
         check_invariants=config.scheduler.check_invariants,
     )
     info = EngineInfo(
@@ -163,7 +180,9 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         vocab_size=loaded.config.vocab_size,
         block_size=block_size,
         num_kv_blocks=num_blocks,
-        kv_bytes=num_blocks * spec.num_bytes,
+        kv_bytes=spec.num_bytes,
+        max_num_batched_tokens=scheduler_options.step_budget(),
+        max_graph_rows=placed.max_graph_rows,
         schedule_policy=config.scheduler.schedule_policy,
         prefix_caching=config.cache.prefix_caching,
         has_chat_template=tokenizer.has_chat_template,
@@ -197,63 +216,49 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, and torch sees no GPU; use cpu, or install a CUDA build")
-    return torch.device(name)
+def _step_limits(
+    cache: CacheOptions, scheduler: SchedulerOptions, max_context_len: int
+) -> StepLimits:
+    return StepLimits(
+        num_rows=scheduler.step_budget(),
+        num_draws=scheduler.max_num_seqs,
+        max_context_len=max_context_len,
+        block_size=cache.block_size,
+    )
 
 
-def _num_blocks(config: EngineConfig, block_bytes: int, device: torch.device) -> int:
-    """Blocks of the KV cache: as asked, or a share of the free memory."""
-    if config.cache.num_kv_blocks is not None:
-        return config.cache.num_kv_blocks
-    if config.cache.kv_cache_memory is not None:
-        kv_bytes = config.cache.kv_cache_memory
-    elif device.type == "cuda":
-        kv_bytes = int(torch.cuda.mem_get_info(device)[0] * MAX_SHARE_OF_FREE_MEMORY)
-    else:
-        kv_bytes = min(CPU_KV_BYTES, int(available_bytes() * MAX_SHARE_OF_FREE_MEMORY))
-    if kv_bytes < block_bytes:
-        raise ConfigError(
-            f"{kv_bytes} bytes are there for the KV cache, one block takes {block_bytes}; free "
-            "some memory, or set kv_cache_memory or a smaller block_size"
-        )
-    return kv_bytes // block_bytes
+def _graphs(
+    config: EngineConfig, model: Model, device: torch.device, max_context_len: int
+) -> GraphPlan | None:
+    """What to record as graphs on a GPU. Raises ConfigError where it is asked for and cannot be."""
+    options = config.model
+    if not wants_graphs(options, device, can_be_recorded=model.can_be_recorded):
+        return None
+    return GraphPlan(
+        row_counts=graph_row_counts(min(options.max_graph_rows, config.scheduler.max_num_seqs)),
+        vocab_size=model.config.vocab_size,
+        max_context_len=max_context_len,
+        make_recorder=lambda: CudaGraphRecorder(device),
+        at_start=options.cuda_graphs != "lazy",
+    )
 
 
-def _make_kv_cache(kernels: Kernels, spec: KVCacheSpec) -> KVCache:
-    if spec.device.type == "cpu" and spec.num_bytes > (available := available_bytes()):
-        raise ConfigError(
-            f"the KV cache of {spec.num_blocks} blocks takes {spec.num_bytes} bytes, {available} "
-            "are free; lower num_kv_blocks or kv_cache_memory"
-        )
-    try:
-        return kernels.make_kv_cache(spec)
-    except (RuntimeError, MemoryError) as error:  # torch raises the first where memory lacks
-        raise ConfigError(
-            f"the KV cache of {spec.num_blocks} blocks takes {spec.num_bytes} bytes, which cannot "
-            "be had; lower num_kv_blocks or kv_cache_memory"
-        ) from error
-
-
-def _max_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int:
-    """Tokens that a request may have: no more than asked, than the model takes, than the pool
-    holds."""
+def _wanted_len(config: EngineConfig, model_len: int) -> int:
+    """Tokens that a request may have: no more than asked, and than the model takes."""
     asked = config.model.max_model_len
     if asked is not None and asked > model_len:
         raise ConfigError(f"max_model_len is {asked}, the model takes {model_len} tokens; lower it")
-    wanted = asked or model_len
-    capacity = num_blocks * config.cache.block_size
+    return asked or model_len
+
+
+def _max_model_len(wanted: int, capacity: int) -> int:
+    """And no more than the pool's `capacity` of tokens."""
     if capacity < 2:
         raise ConfigError(f"the KV cache holds {capacity} tokens, at least 2 are needed")
     if capacity < wanted:
         logger.warning(
             "the KV cache holds %d tokens, so requests may have that many and not %d; "
-            "raise kv_cache_memory or num_kv_blocks for longer ones",
+            "raise its size (kv_tokens, kv_cache_memory or memory_fraction) for longer ones",
             capacity,
             wanted,
         )

@@ -5,7 +5,7 @@ Python callers and the command line need not know them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from types import MappingProxyType
@@ -17,6 +17,9 @@ from sapwood.runtime.reasoning import REASONING_TAGS
 from sapwood.runtime.tools import TOOL_FORMATS
 
 MAX_CONSTRAINT_DEADLINE_MS = 5000
+DEFAULT_MEMORY_FRACTION = 0.9  # what is left is for the driver, fragments and other programs
+# Rows of one step. A CPU takes seconds for as many as a GPU needs to be busy.
+GPU_STEP_BUDGET, CPU_STEP_BUDGET = 2048, 512
 
 
 class BatchingMode(StrEnum):
@@ -40,6 +43,8 @@ class ModelOptions:
     reasoning: str = "auto"  # how it is marked: of REASONING_TAGS; none; auto: as the template does
     tool_format: str = "auto"  # how calls are written: of TOOL_FORMATS; auto: as the template does
     verify_model: bool = False  # through transformers: compare with its own attention on loading
+    cuda_graphs: str = "auto"  # recorded at the start, lazy, none; auto: start where they can be
+    max_graph_rows: int = 256  # of a step that is replayed as a graph
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
@@ -48,6 +53,8 @@ class ModelOptions:
         _one_of("reasoning", self.reasoning, ("auto", "none", *REASONING_TAGS))
         _one_of("tool_format", self.tool_format, ("auto", *TOOL_FORMATS))
         _is_bool("verify_model", self.verify_model)
+        _one_of("cuda_graphs", self.cuda_graphs, ("auto", "start", "lazy", "none"))
+        _at_least("max_graph_rows", self.max_graph_rows, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         for name in ("model", "device", "kernels"):
@@ -58,20 +65,35 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """The KV cache and the tree over it."""
+    """The KV cache and the tree over it.
+
+    Its size is said by one of four options at most. Without any, it is what
+    `DEFAULT_MEMORY_FRACTION` leaves of a GPU, or a share of what is free on a CPU.
+    """
 
     block_size: int = 16  # tokens of a block; hits are token-granular at any size
-    kv_cache_memory: int | None = None  # bytes; None: a share of what is free
-    num_kv_blocks: int | None = None  # overrides kv_cache_memory
+    kv_dtype: str = "auto"  # int8, fp8 (e4m3): of keys and values; auto: as activations, or so
+    memory_fraction: float | None = None  # of a GPU's memory: weights, steps and KV cache together
+    kv_cache_memory: int | None = None  # bytes
+    kv_tokens: int | None = None  # tokens that fit at least: as many whole blocks as hold them
+    num_kv_blocks: int | None = None
     prefix_caching: bool = True  # False: no tree, every prompt is computed anew
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _one_of("kv_dtype", self.kv_dtype, ("auto", "int8", "fp8"))
         _is_bool("prefix_caching", self.prefix_caching)
-        if self.num_kv_blocks is not None:
-            _at_least("num_kv_blocks", self.num_kv_blocks, 1)
-        if self.kv_cache_memory is not None:
-            _at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        for name in ("kv_cache_memory", "kv_tokens", "num_kv_blocks"):
+            if (value := getattr(self, name)) is not None:
+                _at_least(name, value, 1)
+        if self.memory_fraction is not None:
+            _is_share("memory_fraction", self.memory_fraction)
+        sizes = ("memory_fraction", "kv_cache_memory", "kv_tokens", "num_kv_blocks")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(given)} each say how large the KV cache is; leave out all but one"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,29 +101,56 @@ class SchedulerOptions:
     """Who runs when."""
 
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 512  # rows of one step
+    max_num_batched_tokens: int | None = None  # rows of one step; None: 2048 on a GPU, else 512
     schedule_policy: str = "lpm"  # a name from sapwood.runtime.policy.POLICIES
     max_overtakes: int = 64  # a request overtaken that often goes first
     mode: BatchingMode = BatchingMode.CONTINUOUS
+    overlap: bool | str = "auto"  # plan while the device works; auto: on a GPU
     jump_forward: bool = True  # tokens that a constraint leaves no choice of are not drawn
     check_invariants: bool = False  # after every step; for tests and debugging, slow
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_batched_tokens is not None:
+            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_overtakes", self.max_overtakes, 1)
+        if self.overlap != "auto":
+            _is_bool("overlap", self.overlap)
         _is_bool("jump_forward", self.jump_forward)
         _is_bool("check_invariants", self.check_invariants)
         if not isinstance(self.schedule_policy, str):
             raise ConfigError(f"schedule_policy is {self.schedule_policy!r}; it must be a name")
         _one_of("mode", self.mode, tuple(BatchingMode))
         object.__setattr__(self, "mode", BatchingMode(self.mode))
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (
+            self.max_num_batched_tokens is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, fewer than "
                 f"max_num_seqs {self.max_num_seqs}: a full batch could not take one token each; "
                 "raise the first or lower the second"
             )
+
+    def on(self, device_type: str) -> "SchedulerOptions":
+        """These options with what is right on such a device in place of what was not given."""
+        return replace(
+            self,
+            max_num_batched_tokens=self.step_budget(device_type),
+            overlap=self.overlaps(device_type),
+        )
+
+    def overlaps(self, device_type: str) -> bool:
+        """Whether a step is planned while the device works on the one before.
+
+        On a CPU nothing is gained by itself: planning takes time from the same cores.
+        """
+        return device_type == "cuda" if self.overlap == "auto" else bool(self.overlap)
+
+    def step_budget(self, device_type: str = "cpu") -> int:
+        """Rows of one step, as given, or what is right on such a device."""
+        usual = GPU_STEP_BUDGET if device_type == "cuda" else CPU_STEP_BUDGET
+        return self.max_num_batched_tokens or max(usual, self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +218,11 @@ def option_groups() -> Mapping[str, str]:
 def _at_least(name: str, value: Any, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+
+def _is_share(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{name} is {value!r}; it must be above 0 and at most 1, such as 0.9")
 
 
 def _is_bool(name: str, value: Any) -> None:

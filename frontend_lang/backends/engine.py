@@ -174,6 +174,8 @@ class EngineBackend:
             "prefix_caching": info.prefix_caching,
             "page_size": info.block_size,
             "max_total_num_tokens": info.kv_capacity_tokens,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "max_graph_rows": info.max_graph_rows,
             "stats": asdict(self._engine.stats()),
         }
 

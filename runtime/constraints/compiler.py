@@ -123,7 +123,7 @@ class ConstraintCompiler:
     Equal constraints are compiled once, however many ask at once. Small ones come first, and none
     waits without end (`CompileLine`). What takes longer than the deadline is refused, and kept all
     the same once it is finished. The deadline counts from when the compile begins; making a backend
-    does not count.
+    and waiting for its turn do not count.
 
     The engine's default backend is made at once, in the background.
     """
@@ -304,13 +304,14 @@ class ConstraintCompiler:
         spec, name = job.spec, _backend_name(job.spec)
         try:
             backend = self._backends.get(name)
-            started = self._clock()
-            try:
-                with self._watchdog.watching(job):
-                    grammar = backend.compile(spec, deadline=self._deadline)
-                    return _Compiled(grammar, grammar.num_bytes)
-            finally:
-                self._count_compile(self._clock() - started)
+            with backend.turn(spec):
+                started = self._clock()
+                try:
+                    with self._watchdog.watching(job):
+                        grammar = backend.compile(spec, deadline=self._deadline)
+                        return _Compiled(grammar, grammar.num_bytes)
+                finally:
+                    self._count_compile(self._clock() - started)
         except BaseException as error:  # a panic of a backend written in Rust is no Exception
             return _failure_of(error, name)
 

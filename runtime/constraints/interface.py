@@ -5,6 +5,7 @@ of a running request is constrained anywhere else.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -130,6 +131,11 @@ class ConstraintBackend(Protocol):
     """Compiles constraints for one vocabulary. Thread-safe."""
 
     name: str
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        """To be held while `spec` is compiled. Where one constraint is compiled at a time, the
+        others wait here, on no deadline's cost."""
+        ...
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> Grammar:
         """Raises GrammarError for what it cannot enforce, or not within `deadline` seconds."""

@@ -8,6 +8,7 @@ masks, so that both compiling and each mask have limits of work here.
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 MAX_LIKELY_TOKENS = 4
 MAX_LEXER_STATES = 50_000  # of all answers of a grammar
-_LEXER_IS_WORN = "too many states"
+MAX_MASK_FUEL = 200_000  # the lexer's work for one mask, and for all until the next
+# What llguidance says where a lexer is spent: it gives no answer anything any more.
+_LEXER_IS_SPENT = ("too many states", "too many expressions")
+_REPLAYED_AT_ONCE = 64  # tokens
 _UNSATISFIABLE = "no answer satisfies this constraint; make it less strict"
 # What llguidance's messages have in them, the keyword, and what is said instead.
 _KNOWN_ERRORS = (
@@ -114,6 +118,9 @@ class LlguidanceBackend:
         self._cuts = LikelyCuts(self._text_tokens, vocabulary.token_bytes)
         self._rehearsal = Rehearsal(vocabulary)
 
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        return self._translator.turn(spec)
+
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> "LlguidanceGrammar":
         """Raises GrammarError for what is not enforced exactly, and for what is too much work.
 
@@ -162,8 +169,9 @@ class LlguidanceBackend:
 class LlguidanceGrammar:
     """A warm matcher, of which each answer gets a copy. Thread-safe.
 
-    All copies share one lexer, whose states are made as answers need them, up to a limit. A grammar
-    that is used for long may come to it; then it gets a new matcher, as do the answers under way.
+    All copies share one lexer, whose states are made as answers need them, up to limits: of all of
+    them, and of the work for one mask. At either the lexer is spent for all that share it. Then the
+    grammar gets a new one, as do the answers under way.
     """
 
     def __init__(
@@ -178,7 +186,7 @@ class LlguidanceGrammar:
     ) -> None:
         """`warm_matcher` makes a new one. Raises GrammarError."""
         self._warm_matcher = warm_matcher
-        self._matcher = warm_matcher()
+        self._origin: LLMatcher | None = warm_matcher()
         self._numbers = numbers
         self._num_chars = num_chars
         self.allowed = allowed
@@ -192,14 +200,20 @@ class LlguidanceGrammar:
 
     def matcher(self) -> "LlguidanceMatcher":
         limit = NumberLimit(self._numbers) if self._numbers is not None else None
-        return LlguidanceMatcher(self, self._matcher, limit)
+        return LlguidanceMatcher(self, self.origin(), limit)
 
-    def renewed(self, worn: "LLMatcher") -> "LLMatcher":
-        """A matcher at the start of an answer that shares nothing with `worn`. Milliseconds once
-        for all that share it. Raises GrammarError."""
-        if self._matcher is worn:
-            self._matcher = self._warm_matcher()
-        return self._matcher
+    def origin(self) -> "LLMatcher":
+        """A matcher at the start of an answer; made anew, in milliseconds, where the last one was
+        forgotten. Raises GrammarError."""
+        origin = self._origin
+        if origin is None:
+            origin = self._origin = self._warm_matcher()
+        return origin
+
+    def forget(self, spent: "LLMatcher") -> None:
+        """Let no other answer have this origin, whose lexer is spent."""
+        if self._origin is spent:
+            self._origin = None
 
 
 class LlguidanceMatcher:
@@ -222,7 +236,7 @@ class LlguidanceMatcher:
     @property
     def is_complete(self) -> bool:
         if self._matcher.is_stopped():
-            _raise_error_of(self._matcher)
+            self._raise_error()
             return True
         return self._num_ends > 0 or (self.is_accepting and self._ends_only())
 
@@ -230,7 +244,7 @@ class LlguidanceMatcher:
     def is_accepting(self) -> bool:
         accepting = self._matcher.is_accepting()
         if not accepting:
-            _raise_error_of(self._matcher)
+            self._raise_error()
         return accepting
 
     def fill_mask(self, mask: TokenMask) -> bool:
@@ -242,9 +256,9 @@ class LlguidanceMatcher:
         matcher = self._matcher
         matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
         if matcher.is_error():
-            matcher = self._renewed()
-            matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
-            _raise_error_of(matcher)
+            self._renew()
+            self._matcher.unsafe_compute_mask_ptr(_address(mask), mask.nbytes)
+            self._raise_error()
         np.bitwise_and(mask, self._allowed, out=mask)
         if has_token(mask, self._eos_token_ids[0]) and not self.is_accepting:
             clear_tokens(mask, self._eos_token_ids)  # a grammar may allow any token
@@ -272,7 +286,7 @@ class LlguidanceMatcher:
             return ()
         forced = self._matcher.compute_ff_tokens()
         if not forced:
-            _raise_error_of(self._matcher)
+            self._raise_error()
         for i, token_id in enumerate(forced):
             if token_id in self._eos_token_ids or not has_token(self._allowed, token_id):
                 return forced[:i]
@@ -299,7 +313,7 @@ class LlguidanceMatcher:
             del self._token_ids[len(self._token_ids) - num_tokens :]
             self._tried = None
             self._matcher.rollback(num_tokens)
-            _raise_error_of(self._matcher)
+            self._raise_error()
             if self._number_limit is not None:
                 self._number_limit.pop(num_tokens)
 
@@ -323,20 +337,30 @@ class LlguidanceMatcher:
             matcher.compute_bitmask()  # only a mask tells whether the lexer is at fault
         if not matcher.is_error():
             return False
-        taken = self._renewed().try_consume_tokens([token_id])
-        _raise_error_of(self._matcher)
+        self._renew()
+        taken = self._matcher.try_consume_tokens([token_id])
+        self._raise_error()
         return bool(taken)
 
-    def _renewed(self) -> "LLMatcher":
-        """A new matcher in the place of one in the error state, where the lexer has no more states,
-        most of which other answers made. Raises GrammarError for other errors."""
-        if _LEXER_IS_WORN not in self._matcher.get_error():
+    def _renew(self) -> None:
+        """Put a matcher with another lexer in the place of one in the error state, where its lexer
+        is spent: others may have done that. Raises GrammarError for other errors."""
+        if not _is_spent(self._matcher):
             _raise_error_of(self._matcher)
-        self._origin = self._grammar.renewed(self._origin)
+        self._grammar.forget(self._origin)
+        self._origin = self._grammar.origin()
         self._matcher = self._origin.deep_copy()
-        self._matcher.try_consume_tokens(self._token_ids)
-        _raise_error_of(self._matcher)
-        return self._matcher
+        for start in range(0, len(self._token_ids), _REPLAYED_AT_ONCE):
+            self._matcher.try_consume_tokens(self._token_ids[start : start + _REPLAYED_AT_ONCE])
+            self._matcher.compute_bitmask()  # the lexer's limit of work begins anew with a mask
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Where the matcher is in the error state. What it spent is kept from other answers."""
+        if self._matcher.is_error():
+            if _is_spent(self._matcher):
+                self._grammar.forget(self._origin)
+            _raise_error_of(self._matcher)
 
     def _learn(self, token_id: int) -> None:
         """Whether a text was begun with the token that was likely, and if not, with which."""
@@ -435,12 +459,17 @@ def _limits() -> "LLParserLimits":
     return LLParserLimits(
         max_items_in_row=6_000,  # an object with 1,000 optional properties has 5,000
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
+        step_lexer_fuel=MAX_MASK_FUEL,
         step_max_items=20_000,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=200_000,
         verbose_errors=False,
     )
+
+
+def _is_spent(matcher: "LLMatcher") -> bool:
+    """Whether a matcher that is in the error state is there because its lexer is spent."""
+    return any(words in matcher.get_error() for words in _LEXER_IS_SPENT)
 
 
 def _raise_error_of(matcher: "LLMatcher") -> None:

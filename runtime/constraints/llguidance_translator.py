@@ -9,7 +9,9 @@ Imports no torch.
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from sapwood.runtime.constraints.bounded_process import BoundedProcess, Outcome, WorkError
@@ -34,12 +36,17 @@ MEMORY_LIMIT = 2**28  # bytes; a schema of the greatest size takes a tenth of it
 
 
 def _may_take_long(text: str) -> bool:
-    """To tell the options of `oneOf` apart takes up to 0.3 s, however short they are."""
-    return len(text) > MAX_SHORT_CHARS or "oneOf" in text
+    """To tell the options of `oneOf` apart takes up to 0.3 s, however short they are. In JSON its
+    name may be spelled with escapes."""
+    return len(text) > MAX_SHORT_CHARS or "oneOf" in text or "\\u" in text
 
 
 class Translator(Protocol):
     """Thread-safe."""
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        """To be held while `spec` is translated, which may have to wait for others."""
+        ...
 
     def translate(self, spec: ConstraintSpec, *, deadline: float) -> LlguidanceText:
         """As `llguidance_text`, within `deadline` seconds where that can be kept."""
@@ -55,6 +62,9 @@ class ThreadTranslator:
 
     def __init__(self, special: SpecialTokens) -> None:
         self._special = special
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def translate(self, spec: ConstraintSpec, *, deadline: float) -> LlguidanceText:
         return llguidance_text(spec, self._special)
@@ -75,6 +85,7 @@ class ProcessTranslator:
             _special_to_bytes(special),
             memory_limit=MEMORY_LIMIT,
         )
+        self._turn = threading.Lock()
         self._closed = False
         self._process.start()
 
@@ -86,6 +97,9 @@ class ProcessTranslator:
     def process_id(self) -> int | None:
         """Of the process, if it runs."""
         return self._process.pid
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        return self._turn if _may_take_long(spec.text) else nullcontext()
 
     def translate(self, spec: ConstraintSpec, *, deadline: float) -> LlguidanceText:
         """Raises WorkError where the process is at fault, and EngineClosedError after `close`."""

@@ -6,7 +6,9 @@ languages, or to have what a program had with outlines.
 """
 
 import json
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from sapwood.runtime.constraints.bounded_process import BoundedProcess, WorkError
 from sapwood.runtime.constraints.choices import read_choices
@@ -35,6 +37,7 @@ class OutlinesCoreBackend:
         require("outlines_core")
         self._eos_token_ids = vocabulary.eos_token_ids
         self._mask_size = vocabulary.mask_size
+        self._turn = threading.Lock()
         self._process = BoundedProcess(
             "sapwood.runtime.constraints.outlines_core_compile:make_task",
             TokenTable.of(vocabulary).to_bytes(),
@@ -44,6 +47,9 @@ class OutlinesCoreBackend:
         except WorkError as error:
             self.close()
             raise grammar_error(error, self.name) from error
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        return self._turn
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> AutomatonGrammar:
         request = pack(_request(spec))

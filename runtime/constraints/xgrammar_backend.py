@@ -10,6 +10,7 @@ finished answer is checked (`Matcher.verdict`).
 import json
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -65,6 +66,7 @@ class XgrammarBackend:
         require("xgrammar")
         require("jsonschema")
         self._table = TokenTable.of(vocabulary)
+        self._turn = threading.Lock()
         self._process = BoundedProcess(
             "sapwood.runtime.constraints.xgrammar_compile:make_task", self._table.to_bytes()
         )
@@ -81,6 +83,9 @@ class XgrammarBackend:
         except WorkError as error:
             self.close()
             raise grammar_error(error, self.name) from error
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        return self._turn
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> "XgrammarGrammar":
         """The deadline is for the work in the process; reading what comes back takes up to 0.4 s

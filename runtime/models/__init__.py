@@ -85,6 +85,11 @@ class Model(Protocol):
     @property
     def config(self) -> ServedConfig: ...
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a forward pass never waits for the device, so that a graph can repeat it."""
+        ...
+
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the batch's keys and values into `kv` and return float32 logits.
 

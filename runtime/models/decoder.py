@@ -90,6 +90,10 @@ class Decoder:
     def config(self) -> ModelConfig:
         return self._config
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return True
+
     def kv_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
         """The cache this model needs, for the backend's `make_kv_cache`."""
         config = self._config

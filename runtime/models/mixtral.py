@@ -56,6 +56,10 @@ class MixtralForCausalLM(Decoder):
         norm = tensors.weight("model.norm")
         super().__init__(config, tensors, layers=layers, ropes=[config.rope], norm=norm)
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return False  # the rows of each expert are counted on the host
+
     @staticmethod
     def parse_config(fields: Fields) -> MixtralConfig:
         settings = common_settings(

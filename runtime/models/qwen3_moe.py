@@ -75,6 +75,10 @@ class Qwen3MoeForCausalLM(Decoder):
         norm = tensors.weight("model.norm")
         super().__init__(config, tensors, layers=layers, ropes=[config.rope], norm=norm)
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return False  # the rows of each expert are counted on the host
+
     @staticmethod
     def parse_config(fields: Fields) -> Qwen3MoeConfig:
         settings = common_settings(fields, num_key_value_heads=4, max_position_embeddings=32_768)

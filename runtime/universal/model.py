@@ -51,6 +51,10 @@ class UniversalModel:
     def config(self) -> UniversalConfig:
         return self._config
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return False  # nothing tells whether transformers' code waits for the device
+
     def kv_spec(self, num_blocks: int, block_size: int) -> KVCacheSpec:
         layout, dtype = self._layout, self._network.dtype
         has_windows = any(layout.layer_windows)

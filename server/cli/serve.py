@@ -47,6 +47,15 @@ def parse_size(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not a size; write 4GiB, 512MiB or bytes") from error
 
 
+def parse_switch(text: str | bool) -> bool | str:
+    """True for on, False for off, and auto."""
+    known: dict[str, bool | str] = {"on": True, "off": False, "auto": "auto"}
+    try:
+        return known[str(text).strip().lower()]
+    except KeyError:
+        raise typer.BadParameter(f"{text!r} is none of auto, on and off") from None
+
+
 def serve(
     context: typer.Context,
     model: Annotated[
@@ -86,19 +95,42 @@ def serve(
             help="Compare a model that runs through transformers with transformers' own attention.",
         ),
     ] = False,
+    cuda_graphs: Annotated[
+        str,
+        typer.Option(
+            help="Steps of few rows on a GPU: recorded at the start, lazy, none, or auto: start "
+            "where the model can."
+        ),
+    ] = "auto",
+    max_graph_rows: Annotated[int, typer.Option(help="Rows of the largest of those steps.")] = 256,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV cache block.")] = 16,
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of keys and values: int8, fp8, or auto: as activations, or so.")
+    ] = "auto",
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a GPU's memory, for weights, steps and KV cache together; 0.9 if no option "
+            "says how large the cache is."
+        ),
+    ] = None,
     kv_cache_memory: Annotated[
         int | None,
         typer.Option(
-            parser=parse_size, metavar="SIZE", help="Such as 4GiB; a share of what is free."
+            parser=parse_size, metavar="SIZE", help="Of the KV cache, such as 4GiB, instead."
         ),
     ] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the KV cache holds, instead.")
+    ] = None,
     num_kv_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the KV cache, instead of its memory.")
+        int | None, typer.Option(help="Blocks of the KV cache, instead.")
     ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share computed prefixes.")] = True,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 128,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 512,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of one step; 2048 on a GPU and 512 on a CPU.")
+    ] = None,
     schedule_policy: Annotated[
         str, typer.Option(help="Who runs next: lpm (longest cached prefix first) or fcfs.")
     ] = "lpm",
@@ -108,6 +140,14 @@ def serve(
     mode: Annotated[BatchingMode, typer.Option(help="How requests join a batch.")] = (
         BatchingMode.CONTINUOUS
     ),
+    overlap: Annotated[
+        str,
+        typer.Option(
+            parser=parse_switch,
+            metavar="auto|on|off",
+            help="Plan a step while the device computes the one before; auto: not on a CPU.",
+        ),
+    ] = "auto",
     jump_forward: Annotated[
         bool, typer.Option(help="Skip tokens that a constraint leaves no choice of.")
     ] = True,
@@ -245,6 +285,7 @@ def banner(info: "EngineInfo", url: str) -> str:
     if not info.has_chat_template:
         path, body = "completions", '"prompt": "Once upon a time"'
     sharing = "prefix sharing" if info.prefix_caching else "no prefix sharing"
+    graphs = f", graphs up to {info.max_graph_rows} rows" if info.max_graph_rows else ""
     lines = {
         "model": f"{info.model_name}, {info.precision} on {info.device}, {info.kernels} kernels",
         "context": f"{info.max_model_len:,} tokens",
@@ -252,6 +293,7 @@ def banner(info: "EngineInfo", url: str) -> str:
             f"{info.kv_capacity_tokens:,} tokens, {info.kv_bytes / 2**30:.2f} GiB, "
             f"blocks of {info.block_size}"
         ),
+        "steps": f"up to {info.max_num_batched_tokens:,} tokens{graphs}",
         "on": f"{sharing}, {info.schedule_policy} scheduling, /metrics",
         "API": f"{url}/v1, {url}/generate, described at {url}/docs",
         "try": f"curl {url}/v1/{path} -d '{{{body}, \"max_tokens\": 64}}'",

@@ -32,6 +32,8 @@ async def server_info(serving: ServingDep) -> dict[str, Any]:
         "prefix_caching": info.prefix_caching,
         "page_size": info.block_size,
         "max_total_num_tokens": info.kv_capacity_tokens,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "max_graph_rows": info.max_graph_rows,
         "stats": {
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,

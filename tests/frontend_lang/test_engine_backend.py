@@ -461,6 +461,7 @@ def test_the_engine_stays_open_and_its_info_is_told(engine: AsyncEngine) -> None
         info = await backend.server_info()
         assert info["model_path"] == engine.info.model_name
         assert info["stats"]["num_running"] == 0
+        assert (info["max_num_batched_tokens"], info["max_graph_rows"]) == (512, 0)
         prompt, call = await prompt_of(backend, "The quick"), call_of(max_tokens=1)
         await backend.generate(prompt, call)
         await backend.flush_cache()

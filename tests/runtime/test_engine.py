@@ -24,9 +24,10 @@ from sapwood import (
 )
 from sapwood.kernels.interface import Kernels
 from sapwood.radix import Lease, PrefixCache
+from sapwood.runtime.core import StepInFlight
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
-from sapwood.runtime.request import ChunkResult, SampledToken
+from sapwood.runtime.request import SampledToken
 from sapwood.runtime.sampler import sample
 from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.step_plan import StepPlan
@@ -260,7 +261,7 @@ def test_one_wrong_input_of_many_submits_none(engine: Engine) -> None:
         {"no_such_option": 1},
         {"block_size": 0},
         {"max_num_seqs": 0},
-        {"max_num_seqs": 513},
+        {"max_num_seqs": 513, "max_num_batched_tokens": 512},
         {"dtype": "float8"},
         {"schedule_policy": "lifo"},
         {"kernels": "abacus"},
@@ -273,6 +274,9 @@ def test_one_wrong_input_of_many_submits_none(engine: Engine) -> None:
         {"kernels": ["cpu"]},
         {"schedule_policy": ["lpm"]},
         {"kv_cache_memory": 10, "num_kv_blocks": None},
+        {"memory_fraction": 0.5, "num_kv_blocks": None, "device": "cpu"},
+        {"cuda_graphs": "start", "device": "cpu"},
+        {"kv_dtype": "int4"},
     ],
 )
 def test_a_wrong_option_is_refused(tiny_model: Path, options: dict[str, object]) -> None:
@@ -321,13 +325,13 @@ def test_closing_frees_the_model_without_waiting_for_the_collector(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[ModelRunner]] = []
-    run = ModelRunner.run
+    launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, plan: StepPlan) -> list[ChunkResult]:
+    def noted(runner: ModelRunner, plan: StepPlan) -> StepInFlight:
         made.append(weakref.ref(runner))
-        return run(runner, plan)
+        return launch(runner, plan)
 
-    monkeypatch.setattr(ModelRunner, "run", noted)
+    monkeypatch.setattr(ModelRunner, "launch", noted)
     gc.collect()
     gc.disable()
     try:
@@ -350,7 +354,7 @@ def test_a_failing_step_is_an_error_for_its_callers_only(
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ModelRunner, "run", broken)
+            patch.setattr(ModelRunner, "launch", broken)
             with pytest.raises(EngineError, match="no memory"):
                 engine.generate("The quick", GREEDY)
         [after] = engine.generate("The quick", GREEDY)
@@ -474,6 +478,19 @@ def test_an_error_in_an_abort_or_a_flush_does_not_end_the_engine(
 def test_a_pool_that_cannot_be_had_is_told(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="are free"):
         tiny_engine(tiny_model, num_kv_blocks=10**12)
+
+
+def test_a_cache_has_room_for_the_tokens_asked_for(tiny_model: Path) -> None:
+    with tiny_engine(tiny_model, num_kv_blocks=None, kv_tokens=100) as engine:
+        assert (engine.info.num_kv_blocks, engine.info.kv_capacity_tokens) == (7, 112)
+
+
+def test_keys_and_values_in_a_byte_are_told_and_answer(tiny_model: Path) -> None:
+    for name, told in (("int8", "int8"), ("fp8", "float8_e4m3fn")):
+        with tiny_engine(tiny_model, kv_dtype=name, quantize="none") as engine:
+            assert engine.info.kv_dtype == told
+            assert engine.info.precision == f"float32, keys and values in {told}"
+            assert len(engine.generate("The quick", GREEDY)[0].outputs[0].token_ids) == 12
 
 
 def test_a_pool_smaller_than_the_context_is_told(

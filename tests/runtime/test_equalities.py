@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from sapwood import Engine, RequestOutput, SamplingParams
+from sapwood.kernels import load_kernels
 from sapwood.kernels.cpu import CpuKernels
-from sapwood.kernels.interface import KVCache, RowCopy
+from sapwood.kernels.interface import QUANTIZED_KV_DTYPES, KVCache, RowCopy
 from sapwood.kernels.native import load
+from sapwood.runtime import build
 from sapwood.runtime.models import MODELS
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.step_plan import StepPlan
@@ -144,6 +146,17 @@ def test_on_a_tiny_model(tiny_model: Path, quantize: str) -> None:
     check_all(
         str(tiny_model), texts, 8, compared_in(quantize), quantize=quantize, kv_cache_memory=2**22
     )
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED_KV_DTYPES, ids=str)
+def test_with_keys_and_values_in_a_byte(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(build, "load_kernels", lambda name: load_kernels(name).with_kv_dtype(dtype))
+    with Engine(str(tiny_model), num_kv_blocks=2) as engine:
+        assert engine.info.kv_dtype == str(dtype).removeprefix("torch.")
+    texts = [stem + end for stem in STEMS[:2] for end in (" and then", "")]
+    check_all(str(tiny_model), texts, 6, ids_of, block_sizes=(16,), kv_cache_memory=2**22)
 
 
 @pytest.fixture(params=ARCHITECTURES)

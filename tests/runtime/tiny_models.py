@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment
 from sapwood.kernels.interface import Kernels
-from sapwood.runtime.batch import ForwardBatch
+from sapwood.runtime.batch import BatchArrays, ForwardBatch
 from sapwood.runtime.models import Model
 
 BLOCK_SIZE = 4
@@ -342,15 +342,17 @@ class Runner:
             private=tuple(private),
         )
         plan.check()
-        batch = ForwardBatch(
-            input_ids=torch.tensor(input_ids),
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
-            attention=self.kernels.plan_attention(plan, self.kv.spec),
+        arrays = BatchArrays(
+            *(np.array(rows, np.int64) for rows in (input_ids, positions, slots, logits_rows))
         )
-        logits = self.model.forward(batch, self.kv)
+        logits = self.model.forward(self.batch(arrays, plan), self.kv)
         return list(logits.split([chunk.num_logits for chunk in chunks]))
+
+    def batch(self, arrays: BatchArrays, plan: AttentionPlan) -> ForwardBatch:
+        """What the model is run on."""
+        tensors = {name: torch.from_numpy(array) for name, array in arrays._asdict().items()}
+        attention = self.kernels.plan_attention(plan, self.kv.spec)
+        return ForwardBatch(**tensors, attention=attention)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         sequence, token_ids = PagedSequence(), []

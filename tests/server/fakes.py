@@ -179,7 +179,7 @@ class FakeEngine:
             schedule_policy="lpm", prefix_caching=True, max_model_len=max_model_len,
             num_kv_blocks=64, block_size=16, kv_capacity_tokens=1024, kv_bytes=2**20,
             vocab_size=257, load_seconds=0.1, created=1_700_000_000, has_chat_template=True,
-            reasoning_tags=None,
+            reasoning_tags=None, max_num_batched_tokens=512, max_graph_rows=0,
         )  # fmt: skip
 
     def stats(self) -> Any:

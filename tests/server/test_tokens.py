@@ -164,6 +164,7 @@ async def test_what_is_served_is_told_in_sglangs_words(client, engine):
     told = (await client.get("/get_server_info")).json()
     assert told.items() > model.items()
     assert told["stats"]["prompt_tokens"] == 2
+    assert (told["max_num_batched_tokens"], told["max_graph_rows"]) == (512, 0)
     assert (await client.get("/server_info")).json() == told
 
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from sapwood.runtime.config import ConstraintOptions
@@ -74,6 +75,11 @@ class FakeBackend:
         self.closed = False
         self._released: dict[str, threading.Event] = defaultdict(threading.Event)
         self._release_all = False
+        self._turn = threading.Lock()
+
+    def turn(self, spec: ConstraintSpec) -> AbstractContextManager[object]:
+        """Texts with "alone" in them are compiled one after the other."""
+        return self._turn if "alone" in spec.text else nullcontext()
 
     def compile(self, spec: ConstraintSpec, *, deadline: float) -> FakeGrammar:
         self.started.append(spec.text)

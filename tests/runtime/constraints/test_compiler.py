@@ -258,6 +258,21 @@ def test_who_waits_in_line_is_not_refused_for_the_time_it_waits(hurried: Bench) 
     assert waiting.result(PATIENCE)
 
 
+def test_who_waits_for_the_turn_of_another_is_not_refused_for_the_time_it_waits(
+    hurried: Bench,
+) -> None:
+    hurried.ask("slow alone")
+    until(lambda: hurried.backend.started)
+    waiting = hurried.ask("alone")
+    until(lambda: hurried.compiler.stats().num_waiting == 0)
+    hurried.clock.now += 1000
+    until(lambda: hurried.compiler.stats().num_overruns == 1)
+    assert not waiting.done()
+    hurried.backend.release("slow alone")
+    assert waiting.result(PATIENCE)
+    assert hurried.backend.started == ["slow alone", "alone"]
+
+
 def test_who_waits_for_threads_that_are_held_for_ever_is_told_to_come_back() -> None:
     bench = Bench(wait_seconds=0.01)
     bench.occupy()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sapwood.runtime.constraints import likely_cuts, llguidance_backend, rehearsal
-from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
+from sapwood.runtime.constraints.interface import GrammarError, Matcher, Vocabulary
 from sapwood.runtime.constraints.likely_cuts import LikelyCuts
 from sapwood.runtime.constraints.llguidance_backend import LlguidanceBackend
 from sapwood.runtime.constraints.number_limit import MAX_NUMBER_BYTES
@@ -448,17 +448,48 @@ def test_answers_go_on_when_the_states_of_their_lexer_are_used_up(
     monkeypatch.setattr(llguidance_backend, "MAX_LEXER_STATES", 400)
     grammar = compiled(LlguidanceBackend(VOCABULARY), "(a|b)*a(a|b){20}")
     rng, waiting = random.Random(1), grammar.matcher()
-    origin = grammar._matcher
+    origin = grammar._origin
     for _ in range(50):
         matcher = grammar.matcher()
         for _ in range(40):
             assert {token(b"a"), token(b"b")} <= set(allowed(matcher, SIZE))
             assert matcher.advance(token(rng.choice((b"a", b"b"))))
-    assert grammar._matcher is not origin
+    assert grammar._origin is not origin
     for text in (b"a", b"b") * 20:
         assert waiting.advance(token(text))
     waiting.rollback(30)
     assert waiting.copy().advance(token(b"a"))
+
+
+def test_an_answer_that_is_too_much_work_for_the_lexer_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llguidance_backend, "MAX_MASK_FUEL", 10_000)
+    grammar = compiled(LlguidanceBackend(VOCABULARY), "x[a-m]+[0-9]{3}|y(?s:.*[a-y].{4000}z.*)")
+    waiting, under_way = grammar.matcher(), grammar.matcher()
+    advance_by_masks(under_way, b"xab")
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="too much work"):
+            advance_by_masks(grammar.matcher(), b"y" + b"ab!" * 100)
+        advance_by_masks(waiting.copy(), b"xabc123")
+        advance_by_masks(grammar.matcher(), b"xabc123")
+    advance_by_masks(under_way, b"c123")
+    assert under_way.is_complete
+
+
+def test_a_long_answer_goes_on_with_a_new_lexer_however_much_work_it_was_in_all() -> None:
+    grammar = compiled(BACKEND, "(a|b)*a(a|b){60}")
+    origin, rng, matcher = grammar.origin(), random.Random(1), grammar.matcher()
+    for _ in range(8000):
+        assert matcher.advance(token(rng.choice((b"a", b"b"))))
+    assert grammar.origin() is not origin
+    assert {token(b"a"), token(b"b")} <= set(allowed(matcher, SIZE))
+
+
+def advance_by_masks(matcher: Matcher, text: bytes) -> None:
+    for byte in text:
+        assert byte in allowed(matcher, SIZE)
+        assert matcher.advance(byte)
 
 
 # ---- drafts

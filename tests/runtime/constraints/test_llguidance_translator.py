@@ -57,6 +57,9 @@ TAKEN: Mapping[str, ConstraintSpec] = MappingProxyType(
         "pattern": of_schema({"type": "object"}, whitespace_pattern=" ?"),
         "oneOf": of_json(K.JSON_SCHEMA, {"oneOf": [{"type": "null"}, {"type": "string"}]}),
         "regex": of_text(K.REGEX, f"(?i){PADDING}|\\w"),
+        "oneOf with an escape": of_text(
+            K.JSON_SCHEMA, r'{"\u006fneOf": [{"type": "null"}, {"type": "string"}]}'
+        ),
         "choice": of_json(K.CHOICE, [PADDING, "b", 'c"\\', "b"]),
         "lark": of_text(K.LARK, f'start: "{PADDING}" <|call|> %json {{"type": "null"}}'),
         "token range": of_text(K.LARK, f'start: "{PADDING}" <[257-258]>'),
