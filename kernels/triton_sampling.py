@@ -29,9 +29,9 @@ thousands) has its edge searched for among all of its tokens, which takes a prog
 over its row. Bins are a proposal only: where they turn out to fall short, that is done too.
 
 Exponentials are float64 and differ from torch's on a CPU by a unit in the last place, where the
-mathematical libraries do. A weight is then one more or less of up to `best`, and the token another
-one only if the random number falls within that much of the border between two. Everything else is
-equal to the bit.
+mathematical libraries do. A weight is then one more or less, of up to `best`, and the token is
+another one only if the random number, or top_p's share, falls within so little of the border
+between two tokens. Everything else is equal to the bit.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ from sapwood.kernels.specialization import Specialization
 _NO_EDGE = tl.constexpr(-(2**31))  # below the order of every float: all tokens are kept
 _NOT_A_NUMBER = tl.constexpr(2**31 - 1)  # above the order of every float
 _WHOLE_FROM = tl.constexpr(2.0**52)  # float64 numbers have no fraction from here on
-_NUM_STAGES = tl.constexpr(
-    3
-)  # of loops that wait for memory: what two later turns read is on its way
+_NUM_STAGES = tl.constexpr(3)  # of loops over memory: loads of two later turns are under way
 _NUM_PIVOTS = tl.constexpr(4)  # in a pass of the search for an edge
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -668,11 +666,11 @@ def draw_tokens(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    is_sound = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    is_sound = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
     for start in range(0, num_rows, shape.max_rows):
         rows = slice(start, min(start + shape.max_rows, num_rows))
         _launch(logits[rows], params.part(rows), token_ids[rows], is_sound[rows], shape)
-    return DrawnTokens(token_ids, is_sound)
+    return DrawnTokens(token_ids, is_sound.view(torch.bool))
 
 
 def _launch(
@@ -724,7 +722,7 @@ def _launch(
         )
     _pick[(num_rows,)](
         *source,
-        *(params.on_device, best, masses, token_ids, is_sound.view(torch.uint8)),
+        *(params.on_device, best, masses, token_ids, is_sound),
         *(num_rows, *sizes),
         **forms.pick.constants,
         num_warps=forms.pick.num_warps,

@@ -59,7 +59,7 @@ def engine(context: Context) -> Iterator[Row]:
 
 def _equal_requests(context: Context) -> Iterator[Row]:
     """Qwen3-8B, 256 requests of 1,024 in and 1,024 out, and how busy the device is in decoding."""
-    count, length, num_generated = _sizes(context, (256, 1024, 1024), (8, 64, 8), (3, 20, 3))
+    count, length, num_generated = _sizes(context, (256, 1024, 1024), (8, 64, 8), (2, 12, 2))
     rng = np.random.default_rng(4)
     loaded = _load(context, QWEN3_8B)
     vocab_size = loaded.config.vocab_size
@@ -78,7 +78,7 @@ def _equal_requests(context: Context) -> Iterator[Row]:
         yield _busy_row(context, running, vocab_size)
     del running
     give_back_memory(context.device)
-    if context.is_full and context.seconds_left < 120:
+    if context.is_dry or (context.is_full and context.seconds_left < 120):
         return
     for name, changed in (
         ("without CUDA graphs", replace(shape, has_graphs=False)),
@@ -90,7 +90,7 @@ def _equal_requests(context: Context) -> Iterator[Row]:
 
 def _random_requests(context: Context) -> Iterator[Row]:
     """Qwen3-0.6B, 256 requests of 100 to 1,024 tokens in and out, drawn at random."""
-    count, low, high = _sizes(context, (256, 100, 1024), (8, 50, 60), (3, 3, 9))
+    count, low, high = _sizes(context, (256, 100, 1024), (8, 50, 60), (2, 2, 3))
     rng = np.random.default_rng(5)
     loaded = _load(context, QWEN3_0_6B)
     lengths = rng.integers(low, high, (count, 2), endpoint=True).tolist()
@@ -121,7 +121,7 @@ def _random_requests(context: Context) -> Iterator[Row]:
 def _groups(context: Context) -> Iterator[Row]:
     """Llama-3-8B, groups of 16 requests over 2,048 shared tokens, with the tree and without."""
     num_groups, shared, own, num_generated = _sizes(
-        context, (64, 2048, 128, 256), (2, 64, 16, 8), (2, 32, 5, 2)
+        context, (64, 2048, 128, 256), (2, 64, 16, 8), (1, 16, 3, 2)
     )
     group_size = context.pick(16, 2)
     rng = np.random.default_rng(6)
@@ -200,8 +200,9 @@ def _engine(context: Context, loaded: LoadedModel, shape: EngineShape) -> BenchE
     if running.graphed is not None and context.is_full:
         running.graphed.record_all()
     rng = np.random.default_rng(7)
-    length = min(shape.max_model_len - 4, context.pick(256, 8))
-    running.run([random_prompt(rng, vocab_size, length, 4) for _ in range(context.pick(40, 2))])
+    length = min(shape.max_model_len - 4, context.pick(256, 2))
+    count, num_generated = context.pick((40, 4), (1, 1))
+    running.run([random_prompt(rng, vocab_size, length, num_generated) for _ in range(count)])
     running.clear()
     return running
 
