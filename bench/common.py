@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sapwood.runtime.core import Executor
-    from sapwood.runtime.request import ChunkResult
+    from sapwood.runtime.core import Executor, StepInFlight
     from sapwood.runtime.step_plan import StepPlan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,7 +208,9 @@ class SteppedEngine:
         from sapwood.runtime.build import build_engine
         from sapwood.runtime.config import EngineConfig
 
-        parts = build_engine(EngineConfig.from_options(model, **options), time.monotonic)
+        # One step at a time: what is measured is a whole one.
+        config = EngineConfig.from_options(model, **{**options, "overlap": False})
+        parts = build_engine(config, time.monotonic)
         self.core = parts.core
         self.info = parts.info
         self.tokenizer = parts.tokenizer
@@ -271,13 +272,13 @@ class _Recorder:
         self._num_distinct = 0
         self._seconds = 0.0  # spent on taking notes
 
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         started = time.perf_counter()
         self._chunks = [(chunk.start, chunk.end) for chunk in plan.chunks]
         self._num_logits = plan.num_logits
         self._num_distinct = _num_distinct_tokens(plan)
         self._seconds = time.perf_counter() - started
-        return self._executor.run(plan)
+        return self._executor.launch(plan)
 
     def last_step(self, seconds: float) -> Step:
         """The step that took `seconds` with the notes."""

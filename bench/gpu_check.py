@@ -31,7 +31,7 @@ from gpu.processes import NO_DEVICE, Outcome, Worker
 from gpu.report import Report
 from gpu.sections import SECTION_BY_NAME, SECTIONS, Scale
 
-MAX_SHARDS = 8
+MAX_SHARDS = 12
 SIDE_BY_SIDE_SECONDS = 150  # for the kernel suite and the rehearsals together
 
 
@@ -45,7 +45,8 @@ def main() -> int:
         report = Report(scale, out)
         check = Check(scale, arguments.minutes * 60, Path(folder), report)
         status = check.run(names, arguments.shards)
-        print(report.markdown)
+        if status != NO_DEVICE:
+            print(report.markdown)
         return status
 
 
@@ -67,6 +68,7 @@ class Check:
         self._run_side_by_side(sharded, measured if len(names) > 1 else [], num_shards)
         self._run_one_by_one(measured)
         if self._has_no_device:
+            _tell("torch sees no GPU here; --dry runs the check without one")
             return NO_DEVICE
         return 0 if self._is_good else 1
 
@@ -100,7 +102,7 @@ class Check:
                 _tell(f"no time is left for {', '.join(left)}")
                 self._is_good = False
                 return
-            worker = Worker(left, self._scale, seconds, self._folder)
+            worker = Worker.of(left, self._scale, seconds, self._folder)
             known = []
             for outcome in worker.outcomes():
                 known.append(outcome.section)
@@ -119,7 +121,7 @@ class Check:
         shard: tuple[int, int] = (0, 1),
     ) -> list[Outcome]:
         seconds = min(self._end - time.monotonic(), SIDE_BY_SIDE_SECONDS)
-        worker = Worker(names, scale or self._scale, seconds, self._folder, shard)
+        worker = Worker.of(names, scale or self._scale, seconds, self._folder, shard)
         outcomes = list(worker.outcomes())
         self._has_no_device |= worker.has_no_device
         if not outcomes and not worker.has_no_device:
@@ -145,7 +147,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--shards",
         type=int,
-        default=max(1, min(MAX_SHARDS, len(os.sched_getaffinity(0)) // 2)),
+        default=max(1, min(MAX_SHARDS, len(os.sched_getaffinity(0)) - 4)),
         help="processes that share the kernel suite",
     )
     parser.add_argument("--out", type=Path, help="results, without suffix; default: by the card")

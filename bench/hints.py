@@ -94,6 +94,14 @@ class Clock:
     now: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    results: list[ChunkResult]
+
+    def result(self) -> list[ChunkResult]:
+        return self.results
+
+
 class Executor:
     """Draws tokens that depend on the request and the position alone; a step takes its time."""
 
@@ -102,9 +110,9 @@ class Executor:
         self._clock = clock
         self._step_seconds, self._row_seconds = step_seconds, row_seconds
 
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
+    def launch(self, plan: StepPlan) -> "Ended":
         self._clock.now += self._step_seconds + self._row_seconds * plan.num_rows
-        return [ChunkResult(sampled=self._sampled(chunk)) for chunk in plan.chunks]
+        return Ended([ChunkResult(sampled=self._sampled(chunk)) for chunk in plan.chunks])
 
     def _sampled(self, chunk: Chunk) -> tuple[SampledToken, ...]:
         if not chunk.num_samples:

@@ -482,7 +482,7 @@ def _wall_shares(
     methods = (
         (Scheduler, "plan"),
         (Scheduler, "commit"),
-        (ModelRunner, "run"),
+        (ModelRunner, "launch"),
         (forward, "forward"),
     )
     shares = []
@@ -545,7 +545,7 @@ def _overhead_summary(shares: Sequence[dict[str, float]]) -> dict[str, Any]:
     names = {
         "Scheduler.plan": "plan",
         "Scheduler.commit": "commit",
-        "ModelRunner.run": "batch_and_sampling",
+        "ModelRunner.launch": "batch_and_sampling",
         forward: "forward",
     }
     return {

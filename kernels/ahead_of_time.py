@@ -6,7 +6,8 @@ need compiled kernels: under TRITON_INTERPRET the functions are not compilable.
 
     python -m sapwood.kernels.ahead_of_time [--target 90] [--match TEXT] [--one-of-each]
 
-prints a line of JSON for every specialization and target.
+prints a line of JSON for every specialization and target. `MAX_SHARED_BYTES` is what a program may
+have at most: more compiles, and cannot be launched.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import triton
 from triton import knobs
@@ -32,10 +34,12 @@ from triton.runtime.jit import JITFunction
 from sapwood.kernels.specialization import Specialization
 
 TARGETS = (80, 90, 100)  # compute capabilities times ten: Ampere, Hopper, Blackwell
+MAX_SHARED_BYTES = MappingProxyType({80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10})
 WARP_SIZE = 32
 MODULES = (
     "sapwood.kernels.triton_attention",
     "sapwood.kernels.triton_elementwise",
+    "sapwood.kernels.triton_kv_cache",
     "sapwood.kernels.triton_sampling",
 )
 
@@ -105,19 +109,27 @@ def compile_for(specialization: Specialization, target: int) -> Resources:
     )
 
 
-def specializations(
-    modules: Sequence[str] = MODULES, match: str = "", one_of_each: bool = False
-) -> Iterator[Specialization]:
-    """Those of `modules` whose name contains `match`; of each kernel only the first if asked."""
+def specializations(modules: Sequence[str] = MODULES) -> Iterator[Specialization]:
+    """All that `modules` list."""
     for module in modules:
         listed: Iterable[Specialization] = importlib.import_module(module).specializations()
-        seen: set[str] = set()
-        for specialization in listed:
-            kernel = specialization.function.__name__
-            if match not in specialization.name or (one_of_each and kernel in seen):
-                continue
-            seen.add(kernel)
-            yield specialization
+        yield from listed
+
+
+def one_of_each(listed: Iterable[Specialization]) -> Iterator[Specialization]:
+    """The first of each kernel, and of one that multiplies tiles the first with the most rows."""
+    by_kernel: dict[str, list[Specialization]] = {}
+    for specialization in listed:
+        by_kernel.setdefault(specialization.function.__name__, []).append(specialization)
+    for forms in by_kernel.values():
+        largest = max(forms, key=_num_rows)
+        yield from (forms[0], largest) if _num_rows(largest) > _num_rows(forms[0]) else forms[:1]
+
+
+def _num_rows(specialization: Specialization) -> int:
+    """Of the tile that a program works on, where its kernel has tiles of different sizes."""
+    rows = specialization.constants.get("ROWS", 0)
+    return rows if isinstance(rows, int) else 0
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -143,11 +155,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--target", type=int, action="append", choices=TARGETS)
     parser.add_argument("--match", default="", help="only those with this text in their name")
     parser.add_argument("--one-of-each", action="store_true", help="the first form of each kernel")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th from the i-th on")
     options = parser.parse_args(arguments)
-    for specialization in specializations(match=options.match, one_of_each=options.one_of_each):
-        for target in options.target or TARGETS:
-            resources = compile_for(specialization, target)
-            print(json.dumps(dataclasses.asdict(resources)), flush=True)
+    index, count = map(int, options.part.split("/"))
+    listed = [s for s in specializations() if options.match in s.name]
+    if options.one_of_each:
+        listed = list(one_of_each(listed))
+    pairs = [(s, target) for s in listed for target in options.target or TARGETS]
+    for specialization, target in pairs[index::count]:
+        resources = compile_for(specialization, target)
+        print(json.dumps(dataclasses.asdict(resources)), flush=True)
     return 0
 
 

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sapwood.kernels import drawing
 from sapwood.kernels.composed import rotary_and_write
 from sapwood.kernels.huge_pages import HugePages, zeros
 from sapwood.kernels.interface import (
     QUANTIZED_KV_DTYPES,
     Activation,
+    DrawnTokens,
+    DrawParams,
     HeadNorms,
     KVCache,
     KVCacheSpec,
@@ -201,6 +204,9 @@ class CpuKernels:
             self._native.mask_logits(logits, rows, allowed)
         else:
             self._reference.mask_logits(logits, rows, allowed)
+
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        return drawing.draw_tokens(logits, params)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -1,4 +1,4 @@
-"""A token for each row of logits, in torch: the definition that other backends are checked against.
+"""A token for each row of logits, in torch.
 
 Every row is computed from its own logits and parameters; what else is in the batch does not matter,
 to the last bit.
@@ -7,8 +7,6 @@ to the last bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,55 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sapwood.kernels.host_copies import send
+from sapwood.kernels.interface import DrawnTokens, DrawParams
 
 # How many logits are worked on at once: 32 MiB in float64, whatever the batch and the vocabulary.
 SLICE_SIZE = 2**22
 
-NUM_PARAMS = 5
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DrawParams:
-    """How each of n rows is drawn from, twice: where the host reads it, and where the device does.
-
-    float64 [5, n]: of each row its temperature (0: the best token), top_k (at least 1; as many as
-    there are tokens, or more: all), top_p in (0, 1], min_p in [0, 1], and the uniform number in
-    [0, 1) that picks the token.
-    """
-
-    on_host: NDArray[np.float64]
-    on_device: Tensor
-
-    @property
-    def drawn_rows(self) -> NDArray[np.int64]:
-        """Those that are not greedy."""
-        return np.flatnonzero(self.on_host[0])
-
-    def ranked_rows(self, vocab_size: int) -> NDArray[np.int64]:
-        """Those with top_k or top_p, whose tokens must be ranked."""
-        _, top_k, top_p, _, _ = self.on_host
-        return np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
-
-    def of(self, rows: NDArray[np.int64], index: Tensor) -> DrawParams:
-        """The parameters of some rows; `index` names the same rows on the device."""
-        return DrawParams(self.on_host[:, rows], self.on_device[:, index])
-
-
-class DrawnTokens(NamedTuple):
-    """`token_ids` int64 [n], and `is_sound` bool [n]: whether the row has a finite maximum.
-
-    Of a row that has none the token is some token of the vocabulary.
-    """
-
-    token_ids: Tensor
-    is_sound: Tensor
-
 
 def draw_tokens(logits: Tensor, params: DrawParams) -> DrawnTokens:
-    """Draw from each row of `logits` float32 [n, vocab_size], which stay as they are.
-
-    O(n * vocab_size), and a sort of each row that has top_k or top_p. Does not wait for the device.
-    """
+    """`Kernels.draw_tokens`. A sort of each row that has top_k or top_p."""
     num_rows, vocab_size = logits.shape
     token_ids = _argmax(logits)
     # NaN and infinities show in the maximum, and NaN counts as the highest of all.
@@ -118,7 +75,7 @@ def _weights(logits: Tensor, params: DrawParams) -> Tensor:
     # In two steps, so that a tiny temperature gives infinities below the best and not NaN.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).double() / temperature
     relative = scaled.exp_()  # to the best token's probability
-    weights: Tensor = (relative * best_weight(vocab_size)).round_().long()
+    weights: Tensor = (relative * 2.0 ** best_bits(vocab_size)).round_().long()
     ranked = params.ranked_rows(vocab_size)
     if len(ranked) == len(logits):
         weights = _best_of(weights, logits, params)
@@ -130,9 +87,9 @@ def _weights(logits: Tensor, params: DrawParams) -> Tensor:
     return weights
 
 
-def best_weight(vocab_size: int) -> float:
-    """The weight of the best token of a row: such that a row's sum stays below 2**62."""
-    return float(2 ** (62 - vocab_size.bit_length()))
+def best_bits(vocab_size: int) -> int:
+    """The best token of a row weighs two to the power of it: then a row's sum is below 2**62."""
+    return 62 - vocab_size.bit_length()
 
 
 def _best_of(weights: Tensor, logits: Tensor, params: DrawParams) -> Tensor:

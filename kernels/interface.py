@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sapwood.kernels.segments import AttentionPlan
@@ -134,6 +136,52 @@ class HeadNorms(NamedTuple):
     query: Tensor
     key: Tensor
     eps: float
+
+
+NUM_DRAW_PARAMS = 5  # float64 numbers for each row, see `DrawParams`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawParams:
+    """How each of n rows is drawn from, twice: where the host reads it, and where the device does.
+
+    float64 [5, n]: of each row its temperature (0: the best token), top_k (at least 1; as many as
+    there are tokens, or more: all), top_p in (0, 1], min_p in [0, 1], and the uniform number in
+    [0, 1) that picks the token.
+    """
+
+    on_host: NDArray[np.float64]
+    on_device: Tensor
+
+    @property
+    def drawn_rows(self) -> NDArray[np.int64]:
+        """Those that are not greedy."""
+        return np.flatnonzero(self.on_host[0])
+
+    def ranked_rows(self, vocab_size: int) -> NDArray[np.int64]:
+        """Of those that are not greedy the ones with top_k or top_p: their tokens have an order."""
+        temperature, top_k, top_p, _, _ = self.on_host
+        return np.flatnonzero((temperature > 0.0) & ((top_k < vocab_size) | (top_p < 1.0)))
+
+    def part(self, rows: slice) -> DrawParams:
+        """Those of some rows that stand next to each other."""
+        if rows == slice(0, self.on_host.shape[1]):
+            return self
+        return DrawParams(self.on_host[:, rows], self.on_device[:, rows].contiguous())
+
+    def of(self, rows: NDArray[np.int64], index: Tensor) -> DrawParams:
+        """The parameters of some rows; `index` names the same rows on the device."""
+        return DrawParams(self.on_host[:, rows], self.on_device[:, index])
+
+
+class DrawnTokens(NamedTuple):
+    """`token_ids` int64 [n], and `is_sound` bool [n]: whether the row has a finite maximum.
+
+    Of a row that has none the token is some token of the vocabulary.
+    """
+
+    token_ids: Tensor
+    is_sound: Tensor
 
 
 class PreparedAttention(Protocol):
@@ -271,6 +319,21 @@ class Kernels(Protocol):
         logits float32 [*, vocab_size]; `rows` int64 [m] names those that are masked, each once;
         allowed int32 [m, words], of which bit `i % 32` of word `i // 32` stands for token `i`, and
         words reach at least as far as the vocabulary.
+        """
+        ...
+
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        """Draw from each row of `logits` float32 [n, vocab_size], which stay as they are.
+
+        Tokens with a row's highest logit `m` weigh most: `exp((logit - m) / temperature)` of it,
+        rounded to a whole multiple of 2**-b for vocabularies below 2**(62 - b) tokens. top_k keeps
+        the most likely tokens, top_p the fewest of those left that have that share of their sum, of
+        equal ones at an edge the lower ids; then min_p those with at least that share of the
+        best one's weight, rounded or not. Token `i` is drawn where the sum over tokens `<= i` that
+        are left first passes `noise` times the whole sum. Sums are exact, so a row's token depends
+        on no other row.
+
+        O(n * vocab_size). Does not wait for the device.
         """
         ...
 

@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sapwood.kernels import drawing
 from sapwood.kernels.composed import rotary_and_write
 from sapwood.kernels.interface import (
     QUANTIZED_KV_DTYPES,
     Activation,
+    DrawnTokens,
+    DrawParams,
     HeadNorms,
     KVCache,
     KVCacheSpec,
@@ -178,6 +181,9 @@ class ReferenceKernels:
         bits = torch.arange(32, device=allowed.device, dtype=torch.int32)
         is_allowed = (allowed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
         logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
+
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        return drawing.draw_tokens(logits, params)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -114,7 +114,7 @@ class _Edges:
 @dataclass(frozen=True, slots=True)
 class _Grouping:
     """`apart`: the edges that are ranges of their own. `pushed_tokens` and `pushed_edges`: what an
-    edge passes to those below it, nothing where it is apart or unseen."""
+    edge passes to those below it, nothing where it is apart."""
 
     apart: list[int]
     pushed_tokens: list[int]
@@ -225,15 +225,13 @@ def _group(edges: _Edges, tails: _Tails, tiling: RowTiling, shapes: TileShapes) 
     seconds_apart = overhead.tolist()
     # The first edge apart makes partial results also of what is below it, which was final.
     seconds_first = (overhead + edges.num_rows * shapes.per_partial).tolist()
-    parents, num_rows = edges.parents.tolist(), edges.num_rows.tolist()
+    parents = edges.parents.tolist()
     lengths, reach = (edges.ends - edges.starts).tolist(), edges.reach.tolist()
     has_apart_above = [False] * num_edges
     for edge in np.argsort(edges.starts, kind="stable").tolist():
         parent = parents[edge]
         above = grouping.pushed_tokens[parent] if parent >= 0 else 0
         has_apart_above[edge] = parent >= 0 and has_apart_above[parent]
-        if not num_rows[edge]:
-            continue
         num_keys = min(above + lengths[edge], reach[edge])
         cost = seconds_apart[edge] if has_apart_above[edge] else seconds_first[edge]
         if saved_per_key[edge] * num_keys > cost:

@@ -58,6 +58,11 @@ class TileShapes:
     per_launch: float
 
     def __post_init__(self) -> None:
+        if self.wide.rows < self.narrow.rows:
+            raise ValueError(
+                f"the wide shape has {self.wide.rows} rows, fewer than the narrow one's "
+                f"{self.narrow.rows}"
+            )
         if self.per_partial < 0 or self.per_launch < 0:
             raise ValueError(
                 f"a partial result costs {self.per_partial} s and a launch {self.per_launch} s"

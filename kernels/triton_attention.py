@@ -28,6 +28,8 @@ What is reasoned, and to be measured on a device:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,18 +38,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood.kernels.interface import KVCache
+from sapwood.kernels.interface import QUANTIZED_KV_DTYPES, KVCache
+from sapwood.kernels.kernel_form import NUM_STAGES
+from sapwood.kernels.model_shapes import MODEL_SHAPES, ModelShape
+from sapwood.kernels.specialization import Specialization
 from sapwood.kernels.tile_packing import WindowSections
 from sapwood.kernels.tile_shapes import TileShape
+from sapwood.kernels.tuning import TABLES, TuningTable, parse_table
 
 NUM_SCRATCH_BLOCKS = 1
 """Blocks behind those of a spec that belong to nobody: padded rows of a CUDA graph write there."""
 
 _MIN_ROWS_UNMASKED = 64  # of a tile whose leading keys go through a loop without masks
-_MERGED_AT_ONCE = 8  # partial results: 8 heads of 128 in float32 are 32 registers of a warp
+# A program of the merge: numbers of a row, and how many partial results of them are on their way at
+# once. With one warp these are 32 registers of a thread, in loads of 16 bytes.
+_MERGED_NUMBERS = 128
+_MERGED_PARTIALS = 8
 _MERGE_WARPS = 1
 _TRITON_DTYPES = MappingProxyType(
     {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+)
+_TYPE_NAMES = MappingProxyType(  # Triton's; e4m3 is loaded as bytes
+    {
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.int8: "i8",
+        torch.float8_e4m3fn: "u8",
+    }
 )
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -239,51 +256,53 @@ def merge_partials(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     PARTIALS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> None:
-    """One row of one head: the sum of its partial results, PARTIALS at a time, by their weights.
+    """HEADS heads of one row: the sum of their partial results, PARTIALS at a time, by weight.
 
     Arguments as of `attend_tiles`; `tables` has the merge lists of `WindowSections`.
     """
-    program = tl.program_id(0)
-    index = program // NUM_HEADS
-    head = program % NUM_HEADS
+    index = tl.program_id(0)
     if index >= tl.load(tables + count_at):
         return
     row = tl.load(tables + rows_at + index)
     begin = tl.load(tables + offsets_at + index)
     end = tl.load(tables + offsets_at + index + 1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_D)
-    is_dim = dims < HEAD_DIM
+    is_head = head < NUM_HEADS
+    is_stored = is_head[:, None] & (dims < HEAD_DIM)[None, :]
 
-    total = tl.zeros([BLOCK_D], tl.float32)
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
+    total = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    row_max = tl.full([HEADS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
     for start in range(begin, end, PARTIALS):
         part = start + tl.arange(0, PARTIALS)
         is_part = part < end
-        lse_at = tl.load(tables + ids_at + part, mask=is_part, other=0) * NUM_HEADS + head
-        lse = tl.load(partial_lse + lse_at, mask=is_part, other=float("-inf"))
-        part_at = lse_at.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        is_number = is_part[:, None] & is_dim[None, :]
-        parts = tl.load(partial_out + part_at, mask=is_number, other=0.0)
+        ids = tl.load(tables + ids_at + part, mask=is_part, other=0)
+        lse_at = ids[:, None] * NUM_HEADS + head[None, :]
+        is_some = is_part[:, None] & is_head[None, :]
+        lse = tl.load(partial_lse + lse_at, mask=is_some, other=float("-inf"))
+        parts = tl.load(
+            partial_out + lse_at.to(tl.int64)[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=is_part[:, None, None] & is_stored[None, :, :],
+            other=0.0,
+        )
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         base = _base(new_max)
-        weights = tl.exp2(lse - base)
+        weights = tl.exp2(lse - base[None, :])
         shrink = tl.exp2(row_max - base)
         row_max = new_max
         row_sum = row_sum * shrink + tl.sum(weights, 0)
-        total = total * shrink + tl.sum(weights[:, None] * parts, 0)
+        total = total * shrink[:, None] + tl.sum(weights[:, :, None] * parts, 0)
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
-        base = _base(tl.maximum(row_max, sink))
-        shrink = tl.exp2(row_max - base)
-        row_sum = row_sum * shrink + tl.exp2(sink - base)
-        total = total * shrink
-    result_at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-    result = (total / row_sum).to(out.dtype.element_ty)
-    tl.store(out + result_at + dims, result, mask=is_dim)
+        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * _LOG2_E
+        total, row_sum = _with_sink(total, row_max, row_sum, sink)
+    out_at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+    final = (total / _divisor(row_sum)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + out_at[:, None] + dims[None, :], final, mask=is_stored)
 
 
 @triton.jit
@@ -426,7 +445,9 @@ def attend(
             ),
         )
     if sections.num_merged_rows:
-        merge_partials[(sections.num_merged_rows * num_heads,)](
+        constants = _merge_constants(spec.head_dim, num_heads, has_sinks=sinks is not None)
+        num_parts = triton.cdiv(num_heads, constants["HEADS"])
+        merge_partials[(sections.num_merged_rows, num_parts)](
             out,
             workspace.out,
             workspace.lse,
@@ -437,7 +458,7 @@ def attend(
             sections.merge_offsets.offset,
             sections.partial_ids.offset,
             num_warps=_MERGE_WARPS,
-            **_merge_constants(spec.head_dim, num_heads, has_sinks=sinks is not None),
+            **constants,
         )
     return out
 
@@ -482,13 +503,17 @@ def _tile_constants(
     }
 
 
-def _merge_constants(head_dim: int, num_heads: int, *, has_sinks: bool) -> dict[str, object]:
+def _merge_constants(head_dim: int, num_heads: int, *, has_sinks: bool) -> dict[str, int]:
     """The constants of `merge_partials`."""
+    padded = _padded(head_dim)
+    # The interpreter takes as long for one head as for all.
+    heads = num_heads if triton.knobs.runtime.interpret else _MERGED_NUMBERS // padded
     return {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": _padded(head_dim),
+        "BLOCK_D": padded,
         "NUM_HEADS": num_heads,
-        "PARTIALS": _MERGED_AT_ONCE,
+        "HEADS": triton.next_power_of_2(max(min(heads, num_heads), 1)),
+        "PARTIALS": _MERGED_PARTIALS,
         "HAS_SINKS": has_sinks,
     }
 
@@ -496,3 +521,85 @@ def _merge_constants(head_dim: int, num_heads: int, *, has_sinks: bool) -> dict[
 def _padded(head_dim: int) -> int:
     """The next power of two that matrix instructions take."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def specializations() -> Iterator[Specialization]:
+    """The forms that MODEL_SHAPES are launched in, with the tiles of every tuning table.
+
+    Gemma's layers cap scores, half of them within a window.
+    """
+    for path in sorted(TABLES.glob("*.json")):
+        table = parse_table(path.read_text(encoding="utf-8"), path.name)
+        for shape, dtype in product(MODEL_SHAPES, (torch.bfloat16, torch.float16)):
+            for kept in (dtype, *QUANTIZED_KV_DTYPES):
+                yield from _tile_specializations(table, shape, dtype, kept)
+    for shape, dtype in product(MODEL_SHAPES, (torch.bfloat16, torch.float16)):
+        yield _merge_specialization(shape, dtype)
+
+
+def _tile_specializations(
+    table: TuningTable, shape: ModelShape, dtype: torch.dtype, kept: torch.dtype
+) -> Iterator[Specialization]:
+    group_size = shape.num_heads // shape.num_kv_heads
+    shapes = table.tile_shapes(
+        head_dim=shape.head_dim, group_size=group_size, kv_bytes=kept.itemsize
+    )
+    windows = (False, True) if shape.has_score_cap else (False,)
+    tiles = (("narrow", shapes.narrow), ("wide", shapes.wide))
+    for (width, tile), has_window in product(tiles, windows):
+        constants = _tile_constants(
+            tile,
+            head_dim=shape.head_dim,
+            group_size=group_size,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=16,
+            dtype=dtype,
+            kv_dtype=kept,
+            has_window=has_window,
+            has_softcap=shape.has_score_cap,
+            has_sinks=False,
+        )
+        numbers, codes = f"*{_TYPE_NAMES[dtype]}", f"*{_TYPE_NAMES[kept]}"
+        scales = ("key_scales", "value_scales")
+        is_quantized = kept in QUANTIZED_KV_DTYPES
+        yield Specialization(
+            name=f"attend-{width}-{shape.name}-{_TYPE_NAMES[dtype]}-kept-in-{_TYPE_NAMES[kept]}"
+            f"{'-window' if has_window else ''} ({table.gpu})",
+            function=attend_tiles,
+            signature={
+                **dict.fromkeys(("out", "query"), numbers),
+                **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+                **dict.fromkeys(("keys", "values"), codes),
+                **dict.fromkeys(scales if is_quantized else (), "*fp32"),
+                "tables": "*i32",
+                **dict.fromkeys(("count_at", "tiles_at", "block_ids_at"), "i32"),
+                **dict.fromkeys(("rows_at", "positions_at", "first_block", "window"), "i32"),
+                "query_stride": "i32:16",
+                **dict.fromkeys(("score_scale", "softcap"), "fp32"),
+            },
+            constants={
+                **constants,
+                **dict.fromkeys(("sinks", *(() if is_quantized else scales))),
+            },
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+
+def _merge_specialization(shape: ModelShape, dtype: torch.dtype) -> Specialization:
+    constants: dict[str, object] = {
+        **_merge_constants(shape.head_dim, shape.num_heads, has_sinks=False)
+    }
+    return Specialization(
+        name=f"merge-{shape.name}-{_TYPE_NAMES[dtype]}",
+        function=merge_partials,
+        signature={
+            "out": f"*{_TYPE_NAMES[dtype]}",
+            **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+            "tables": "*i32",
+            **dict.fromkeys(("count_at", "rows_at", "offsets_at", "ids_at"), "i32"),
+        },
+        constants={**constants, "sinks": None},
+        num_warps=_MERGE_WARPS,
+        num_stages=NUM_STAGES,
+    )

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sapwood.kernels import triton_elementwise, triton_kv_cache
+from sapwood.kernels import triton_elementwise, triton_kv_cache, triton_sampling
 from sapwood.kernels.interface import (
     QUANTIZED_KV_DTYPES,
     Activation,
+    DrawnTokens,
+    DrawParams,
     HeadNorms,
     KVCache,
     KVCacheSpec,
@@ -194,6 +196,10 @@ class TritonKernels:
         }
         return {window: plans[narrowed(plan, window)] for window in spec.windows}
 
+    def num_programs(self, spec: KVCacheSpec) -> int:
+        """Programs of narrow tiles that the device runs at once, over all KV heads."""
+        return _num_programs(self._tile_shapes(spec), spec)
+
     def static_attention(
         self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging
     ) -> StaticTritonAttention:
@@ -270,6 +276,9 @@ class TritonKernels:
 
     def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
         triton_elementwise.mask_logits(logits, rows, allowed)
+
+    def draw_tokens(self, logits: Tensor, params: DrawParams) -> DrawnTokens:
+        return triton_sampling.draw_tokens(logits, params)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -27,7 +27,7 @@ from sapwood.kernels.interface import (
     KVCacheSpec,
     RowCopy,
 )
-from sapwood.kernels.kernel_form import KernelForm
+from sapwood.kernels.kernel_form import KernelForm, next_power_of_two
 from sapwood.kernels.model_shapes import MODEL_SHAPES, ModelShape
 from sapwood.kernels.specialization import Specialization
 
@@ -84,10 +84,10 @@ def _store_rows(
     inside = (dims < HEAD_DIM)[None, :]
     if IS_INT8 or IS_E4M3:
         largest: tl.constexpr = 127.0 if IS_INT8 else 448.0
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1), largest), _SMALLEST_SCALE)
-        # The maximum passes over NaN, the comparison does not.
-        is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), axis=1) > 0
-        scale = tl.where(is_finite, scale, float("nan"))
+        is_finite = tl.abs(x) < float("inf")  # and not NaN, which a maximum may pass over
+        magnitude = tl.max(tl.where(is_finite, tl.abs(x), 0.0), axis=1)
+        scale = tl.maximum(tl.div_rn(magnitude, largest), _SMALLEST_SCALE)
+        scale = tl.where(tl.min(is_finite.to(tl.int32), axis=1) > 0, scale, float("nan"))
         scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         tl.store(target, _int8(scaled) if IS_INT8 else _e4m3(scaled), mask=inside)
         tl.store(scales + row, scale)
@@ -304,7 +304,7 @@ def rotary_and_write(
         layer * kv.keys.shape[1],
         0.0 if norms is None else norms.eps,
         **form.constants,
-        num_warps=form.num_warps,
+        **form.options,
     )
     return query
 
@@ -319,7 +319,7 @@ def rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         *(heads, cos, sin, None, None, turned, None, None, None, None, None),
         *(heads.stride(0), 0, 0.0),
         **form.constants,
-        num_warps=form.num_warps,
+        **form.options,
     )
     return turned
 
@@ -337,7 +337,7 @@ def write_kv(kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor)
         value.stride(0),
         layer * kv.keys.shape[1],
         **form.constants,
-        num_warps=form.num_warps,
+        **form.options,
     )
 
 
@@ -534,7 +534,7 @@ def _copy_form(spec: KVCacheSpec, row_words: int) -> KernelForm:
             "NUM_KV_HEADS": spec.num_kv_heads,
             "BLOCK_SIZE": spec.block_size,
             "ROW_WORDS": row_words,
-            "BLOCK": min(_COPY_BLOCK, triton.next_power_of_2(run_words)),
+            "BLOCK": min(_COPY_BLOCK, next_power_of_two(run_words)),
         },
         num_warps=4,
     )
@@ -554,7 +554,7 @@ class _Tile(NamedTuple):
 
 def _tile(num_heads: int, head_dim: int) -> _Tile:
     """For groups of `num_heads` heads, each of which is cut into whole tiles."""
-    dims: int = triton.next_power_of_2(head_dim)
+    dims = next_power_of_two(head_dim)
     largest_divisor = num_heads & -num_heads  # that is a power of two
     return _Tile(min(largest_divisor, max(1, _TILE_ELEMENTS // dims)), dims)
 
@@ -612,7 +612,7 @@ def _copy(
             target.layer_stride,
             target.block_stride,
             **form.constants,
-            num_warps=form.num_warps,
+            **form.options,
         )
 
 

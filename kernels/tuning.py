@@ -1,8 +1,8 @@
 """Tuning tables: shapes of kernels that were measured on a GPU, one small JSON file for each.
 
 `tuning/<name>.json` is for the GPUs of that name; `tuning/default.json` is what all others get, and
-was reasoned, not measured. `sapwood tune` writes such a file. Nothing is measured while requests
-run.
+was reasoned, not measured. `sapwood tune` writes such a file, into the user's cache. Nothing is
+measured while requests run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from sapwood.kernels.tile_shapes import TileShapes
+from sapwood.kernels.user_cache import cache_folder
 
 TABLES = Path(__file__).with_name("tuning")
 DEFAULT = "default"
@@ -82,12 +83,19 @@ class TuningTable:
 def load_table(gpu: str | None, folder: Path = TABLES) -> TuningTable:
     """The table of the GPU that its driver calls `gpu`, or the default one. Reads one file.
 
-    Raises TuningError for a file that is not a table.
+    One that was measured here (`own_table_path`) comes before those of `folder`. Raises TuningError
+    for a file that is not a table.
     """
-    path = folder / f"{file_stem(gpu)}.json" if gpu else None
-    if path is None or not path.is_file():
-        path = folder / f"{DEFAULT}.json"
-    return parse_table(path.read_text(), where=path.name)
+    paths = [folder / f"{DEFAULT}.json"]
+    if gpu is not None:
+        paths = [own_table_path(gpu), folder / f"{file_stem(gpu)}.json", *paths]
+    path = next(path for path in paths if path.is_file() or path.stem == DEFAULT)
+    return parse_table(path.read_text(encoding="utf-8"), where=str(path))
+
+
+def own_table_path(gpu: str) -> Path:
+    """Where `sapwood tune` keeps what it measured on this machine."""
+    return cache_folder() / "tuning" / f"{file_stem(gpu)}.json"
 
 
 def file_stem(gpu: str) -> str:

@@ -64,6 +64,15 @@ class WarmPrefix:
         return bool(self.node.blocks.size) and self.node.last_block == self.last_block
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fenced:
+    """What a lease has let go of and a step in flight may still read or write: held meanwhile."""
+
+    block_ids: BlockIds
+    ends: tuple[int, ...]
+    """Those of the blocks that a leaf of the tree may end in."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """A node of the tree as it was when walked over."""
@@ -91,10 +100,14 @@ class PrefixCache:
     may give; NaN is an unknown one. Notes take four bytes for each token of an edge that has a
     known one, and nothing elsewhere. They leave with their tokens.
 
-    Invariants: a block's count in the pool is the number of leases that hold it, and one for the
-    tree; whoever holds a block of the tree holds those before it, so counts never grow towards
-    the leaves; the queue holds exactly the leaves whose last block the tree alone holds; a node
-    is warm if and only if a warm prefix ends with it or below it.
+    Steps may be in flight: a lease is told of each (`Lease.launched`), the cache of its end
+    (`ended`). What a lease lets go of before that stays behind a fence: it is held as if the lease
+    still did, neither free nor evictable, until the last step that knew the lease has ended.
+
+    Invariants: a block's count in the pool is the number of leases that hold it, one for the tree,
+    and one for each time it is behind a fence; whoever holds a block of the tree holds those before
+    it, so counts never grow towards the leaves; the queue holds exactly the leaves whose last block
+    the tree alone holds; a node is warm if and only if a warm prefix ends with it or below it.
     """
 
     def __init__(
@@ -117,6 +130,8 @@ class PrefixCache:
         self._tree = RadixTree(block_size)
         self._queue = EvictionQueue(policy())
         self._leases: set[Lease] = set()
+        self._fenced: dict[int, list[_Fenced]] = {}  # by the step whose end lets go of them
+        self._num_ended_steps = 0  # the number of the last one
         self._warm: dict[Node, list[WarmPrefix]] = {}  # by the node they end with
         self._num_uses = 0
 
@@ -267,8 +282,20 @@ class PrefixCache:
         ending = (prefix for node in reversed(nodes) for prefix in self._warm.get(node, ()))
         return [prefix for prefix in ending if prefix.is_whole]
 
+    def ended(self, step: int) -> None:
+        """Say that a step has ended, and with it every one before: no more reads, no more writes.
+
+        Lets go of what was fenced for it. Raises ValueError if it had ended before. O(blocks).
+        """
+        if step <= self._num_ended_steps:
+            raise ValueError(f"step {step} ended before step {self._num_ended_steps} did")
+        self._num_ended_steps = step
+        for number in [number for number in self._fenced if number <= step]:
+            for fenced in self._fenced.pop(number):
+                self._let_go(fenced.block_ids, fenced.ends)
+
     def flush(self) -> None:
-        """Drop everything that no lease holds; leases keep what they have."""
+        """Drop everything that no lease holds; leases, and steps in flight, keep what they have."""
         self.evict(self.num_evictable_blocks)
 
     def walk(self) -> Iterator[NodeView]:
@@ -303,12 +330,14 @@ class PrefixCache:
             if node.parent is not None and node.parent.blocks.size:
                 before[node.blocks[0]] = node.parent.last_block
         self._check_warm(nodes)
+        assert all(number > self._num_ended_steps for number in self._fenced), "an old fence"
+        fenced = [each.block_ids for by_step in self._fenced.values() for each in by_step]
         refs = pool.in_tree.astype(np.int32)
-        for lease in self._leases:
-            held = lease.held_blocks()
+        for held in [*(lease.held_blocks() for lease in self._leases), *fenced]:
             refs += np.bincount(held, minlength=pool.num_blocks).astype(np.int32)
             above = before[held[pool.in_tree[held]]]
             assert np.isin(above, [-1, *held]).all(), "a lease holds a block but not one above it"
+        for lease in self._leases:
             shared = lease.block_table[: lease.num_shared_blocks]
             assert pool.in_tree[shared].all(), "a shared block is not in the tree"
             assert (before[shared[1:]] == shared[:-1]).all(), "the shared blocks are no path"
@@ -433,7 +462,7 @@ class PrefixCache:
         own = table[indices]
         self._pool.hold(block_ids)
         table[indices] = block_ids
-        self._pool.release(own)
+        self._let_go_after(lease, own)
         lease.epoch += 1
 
     def _insert(
@@ -464,10 +493,19 @@ class PrefixCache:
         self._pool.enter_tree(own)
         self.version += 1
 
-    def _let_go(self, block_ids: BlockIds, *last: int) -> None:
-        """Take a holder from blocks; `last` are those that a leaf of the tree may end in."""
+    def _let_go_after(
+        self, lease: "Lease", block_ids: BlockIds, ends: tuple[int, ...] = ()
+    ) -> None:
+        """Let go of a lease's blocks once no step in flight may read or write them."""
+        if lease.last_step > self._num_ended_steps:
+            self._fenced.setdefault(lease.last_step, []).append(_Fenced(block_ids, ends))
+        else:
+            self._let_go(block_ids, ends)
+
+    def _let_go(self, block_ids: BlockIds, ends: tuple[int, ...]) -> None:
+        """Take a holder from blocks; `ends` are those that a leaf of the tree may end in."""
         self._pool.release(block_ids)
-        for block_id in last:
+        for block_id in ends:
             self._requeue(self._tree.node_ending_in(block_id))
 
     def _requeue(self, node: Node | None) -> None:
@@ -499,6 +537,7 @@ class Lease:
         "_is_released",
         "copy",
         "epoch",
+        "last_step",
         "namespace",
         "num_blocks",
         "num_cached",
@@ -517,6 +556,8 @@ class Lease:
         """To be done before anything reads the block; None if there is none, or it is done."""
         self.epoch = 0
         """Changes whenever entries of the block table did."""
+        self.last_step = 0
+        """The last step launched that reads or writes the blocks; 0: none was."""
         self.num_shared_blocks = path.num_blocks
         """Leading blocks of the table that are in the tree, where others may read them."""
         if path.num_rows:
@@ -536,6 +577,18 @@ class Lease:
         """Blocks that no other lease holds: what its release makes free or evictable. O(blocks)."""
         return self._cache._pool.num_exclusive(self.block_table)
 
+    def launched(self, step: int) -> None:
+        """Say that a step was launched that reads or writes the blocks. O(1).
+
+        Until the cache is told that it has `ended`, none of the blocks as they are now gets free:
+        neither by `release`, nor where `publish` takes the tree's in place of one. Steps have
+        growing numbers. Raises ValueError for one that has ended, or is older than the last.
+        """
+        self._check_live()
+        if step < self.last_step or step <= self._cache._num_ended_steps:
+            raise ValueError(f"step {step} was launched after a later one, or has ended")
+        self.last_step = step
+
     def copied(self) -> None:
         """Say that `copy` is done in a finished step: its source is let go, its rows are settled.
 
@@ -544,7 +597,7 @@ class Lease:
         self._check_live()
         if self.copy is not None:
             source, self.copy = self.copy.source, None
-            self._cache._let_go(np.array([source], np.int32), source)
+            self._cache._let_go(np.array([source], np.int32), (source,))
 
     def extend(self, num_tokens: int) -> bool:
         """Have blocks for `num_tokens` tokens in all; False if they cannot be had now.
@@ -610,14 +663,17 @@ class Lease:
         )
 
     def release(self) -> None:
-        """End the lease: every block it holds has one holder less. O(blocks)."""
+        """End the lease: every block it holds has one holder less, once no step in flight uses it.
+
+        O(blocks).
+        """
         self._check_live()
         # Of its path a leaf can end in the last block only: the last whole one, or the partly
         # filled one behind it if that was published.
         last = self.block_table[: self.num_shared_blocks + 1][-2:].tolist()
         if self.copy is not None:
             last.append(self.copy.source)
-        self._cache._let_go(self.held_blocks(), *last)
+        self._cache._let_go_after(self, self.held_blocks(), tuple(last))
         self._cache._leases.remove(self)
         self._is_released = True
         self.num_blocks = self.num_shared_blocks = 0

@@ -166,6 +166,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         ModelRunner(placed.model, kernels, placed.kv, masks, placed.batches),
         clock=clock,
         make_cache=make_cache,
+        overlap=scheduler_options.overlaps(device.type),
         check_invariants=config.scheduler.check_invariants,
     )
     info = EngineInfo(

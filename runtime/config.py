@@ -105,6 +105,7 @@ class SchedulerOptions:
     schedule_policy: str = "lpm"  # a name from sapwood.runtime.policy.POLICIES
     max_overtakes: int = 64  # a request overtaken that often goes first
     mode: BatchingMode = BatchingMode.CONTINUOUS
+    overlap: bool | str = "auto"  # plan while the device works; auto: on a GPU
     jump_forward: bool = True  # tokens that a constraint leaves no choice of are not drawn
     check_invariants: bool = False  # after every step; for tests and debugging, slow
 
@@ -113,6 +114,8 @@ class SchedulerOptions:
         if self.max_num_batched_tokens is not None:
             _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_overtakes", self.max_overtakes, 1)
+        if self.overlap != "auto":
+            _is_bool("overlap", self.overlap)
         _is_bool("jump_forward", self.jump_forward)
         _is_bool("check_invariants", self.check_invariants)
         if not isinstance(self.schedule_policy, str):
@@ -131,7 +134,18 @@ class SchedulerOptions:
 
     def on(self, device_type: str) -> "SchedulerOptions":
         """These options with what is right on such a device in place of what was not given."""
-        return replace(self, max_num_batched_tokens=self.step_budget(device_type))
+        return replace(
+            self,
+            max_num_batched_tokens=self.step_budget(device_type),
+            overlap=self.overlaps(device_type),
+        )
+
+    def overlaps(self, device_type: str) -> bool:
+        """Whether a step is planned while the device works on the one before.
+
+        On a CPU nothing is gained by itself: planning takes time from the same cores.
+        """
+        return device_type == "cuda" if self.overlap == "auto" else bool(self.overlap)
 
     def step_budget(self, device_type: str = "cpu") -> int:
         """Rows of one step, as given, or what is right on such a device."""

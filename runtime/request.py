@@ -76,8 +76,15 @@ class Sequence:
     A request of n answers begins as the sequence of the first one, which computes the prompt. The
     others are forked from it when its first token is drawn; until then it takes n seats.
 
-    Invariants: `0 <= num_computed <= num_tokens`; a lease is held exactly while running; tokens
-    `[0, num_computed)` have their keys and values in the lease's blocks.
+    Steps may be in flight when the next one is planned, so it knows beside what is how far they
+    will bring it; without one in flight, `num_in_flight` and `num_pending` are 0.
+
+        tokens     [0 ............ num_tokens) [pending)
+        computed   [0 .. num_computed) [in flight .... )
+
+    Invariants: `0 <= num_computed <= num_tokens`; nothing is in flight beyond the pending token; a
+    lease is held exactly while running; tokens `[0, num_computed)` have their keys and values in
+    the lease's blocks.
     """
 
     __slots__ = (
@@ -94,8 +101,10 @@ class Sequence:
         "num_cached_prompt_tokens",
         "num_computed",
         "num_drafts",
+        "num_in_flight",
         "num_matched",
         "num_overtaken",
+        "num_pending",
         "num_preemptions",
         "num_prefill_tokens",
         "num_to_fork",
@@ -115,6 +124,8 @@ class Sequence:
         self.num_tokens = request.num_prompt_tokens
         self.num_told = 0  # generated tokens that an output had
         self.num_computed = 0
+        self.num_in_flight = 0  # tokens behind `num_computed` that steps in flight compute
+        self.num_pending = 0  # tokens behind `num_tokens` that steps in flight draw
         self.num_drafts = 0  # tokens behind `num_tokens` that are to be tried
         self.num_prefill_tokens = 0  # known when it was last admitted
         self.early_stop: Stop | None = None  # why it ends without a token being drawn
@@ -173,8 +184,8 @@ class Sequence:
 
     @property
     def tried_token_ids(self) -> TokenIds:
-        """Prompt, answer so far and drafts, int32 [num_tokens + num_drafts]; a view."""
-        return self._buffer[: self.num_tokens + self.num_drafts]
+        """Prompt, answer so far and then drafts, or pending tokens without a value yet; a view."""
+        return self._buffer[: self.num_tokens + max(self.num_drafts, self.num_pending)]
 
     @property
     def settled_token_ids(self) -> TokenIds:
@@ -190,13 +201,37 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether it computes a prompt, or computes anew what it lost to a preemption.
+    def num_launched(self) -> int:
+        """Tokens that are computed, or that a step in flight computes."""
+        return self.num_computed + self.num_in_flight
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens there are once the steps in flight have ended, if the answer goes on."""
+        return self.num_tokens + self.num_pending
+
+    @property
+    def num_prefilled(self) -> int:
+        """Where the tokens end that are a prompt, or are computed anew after a preemption.
 
         Forced tokens that come with a drawn one are no prefill, however many they are.
         """
-        num_prompt_tokens = self.request.num_prompt_tokens
-        return self.num_computed < max(num_prompt_tokens, self.num_prefill_tokens - 1)
+        return max(self.request.num_prompt_tokens, self.num_prefill_tokens - 1)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a part of its prompt, or of what it lost to a preemption, is not computed."""
+        return self.num_computed < self.num_prefilled
+
+    @property
+    def plans_with_tokens(self) -> bool:
+        """Whether a step cannot be planned for it before the last token drawn is known.
+
+        The token itself may stay on the device, but not what follows from it on the host: masks,
+        forced tokens and drafts of a constraint, counts of penalties, the answers forked with it.
+        """
+        has_penalties = self.request.sampling.has_penalties
+        return self.matcher is not None or has_penalties or self.num_to_fork > 0
 
     @property
     def is_running(self) -> bool:
@@ -212,6 +247,19 @@ class Sequence:
     def untold_token_ids(self) -> tuple[int, ...]:
         """Generated tokens that no output had yet."""
         return tuple(self.token_ids[self.request.num_prompt_tokens + self.num_told :].tolist())
+
+    def launch(self, num_tokens: int, draws: bool) -> None:
+        """A step is in flight that computes `num_tokens` more, and draws one if `draws`."""
+        self.num_in_flight += num_tokens
+        if draws:
+            self.num_pending += 1
+            self._make_room(self.num_pending)
+
+    def settle(self, num_tokens: int, draws: bool) -> None:
+        """That step has ended; what it drew is appended next."""
+        self.num_computed += num_tokens
+        self.num_in_flight -= num_tokens
+        self.num_pending -= draws
 
     def append(self, token_id: int, logprob: float | None = None) -> None:
         """Add a generated token. Amortised O(1): the buffer doubles."""

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.kernels.drawing import NUM_PARAMS, DrawParams, draw_tokens
 from sapwood.kernels.host_copies import HostCopy, send
+from sapwood.kernels.interface import NUM_DRAW_PARAMS, DrawParams, Kernels
+from sapwood.kernels.reference import ReferenceKernels
 from sapwood.runtime.logit_edits import apply_edits, edits_of
 from sapwood.runtime.noise import uniform
 from sapwood.runtime.request import SampledToken
@@ -52,19 +53,27 @@ class Drawn:
 
 
 def sample(
-    logits: Tensor, rows: SequenceOf[SamplingRow], masks: TokenMasks | None = None
+    logits: Tensor,
+    rows: SequenceOf[SamplingRow],
+    masks: TokenMasks | None = None,
+    kernels: Kernels | None = None,
 ) -> list[SampledToken]:
     """`draw`, and wait for what it gives."""
-    return draw(logits, rows, masks).told()
+    return draw(logits, rows, masks, kernels).told()
 
 
-def draw(logits: Tensor, rows: SequenceOf[SamplingRow], masks: TokenMasks | None = None) -> Drawn:
+def draw(
+    logits: Tensor,
+    rows: SequenceOf[SamplingRow],
+    masks: TokenMasks | None = None,
+    kernels: Kernels | None = None,
+) -> Drawn:
     """Draw one token for each of `rows` from `logits` float32 [*, vocab_size]; may overwrite them.
 
     Does not wait for the device, but for what matchers need. `masks` are needed where a row has
     one. A row whose matcher fails is told as not sound, with the reason. A row without a finite
     maximum (a broken checkpoint, float16 beyond its range, no token left that may be drawn) is told
-    as not sound and disturbs no other.
+    as not sound and disturbs no other. Without `kernels` torch's operations draw.
 
     O(num_rows * vocab_size), a sort of each row that has top_k or top_p, and a sort of the tokens
     so far of each that has penalties.
@@ -85,7 +94,8 @@ def draw(logits: Tensor, rows: SequenceOf[SamplingRow], masks: TokenMasks | None
         logits = logits[sent["logits_rows"]]
     errors = _apply_masks(logits, rows, masks)
     apply_edits(logits, sent)
-    token_ids, is_sound = draw_tokens(logits, DrawParams(params, sent["params"]))
+    kernels = kernels or ReferenceKernels()
+    token_ids, is_sound = kernels.draw_tokens(logits, DrawParams(params, sent["params"]))
     logprobs = [] if model_logprobs is None else model_logprobs.of_drawn(token_ids)
     return Drawn(
         token_ids=token_ids,
@@ -108,7 +118,7 @@ def _nothing(device: torch.device) -> Drawn:
 
 def _params(rows: SequenceOf[SamplingRow]) -> NDArray[np.float64]:
     """What `DrawParams` wants to know of each row. Greedy ones have nothing but that."""
-    values = np.zeros((NUM_PARAMS, len(rows)))
+    values = np.zeros((NUM_DRAW_PARAMS, len(rows)))
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if not drawn:
         return values

@@ -7,13 +7,15 @@ from sapwood.runtime.constraints.interface import GrammarError, Matcher
 from sapwood.runtime.noise import answer_seed
 from sapwood.runtime.request import Sequence, TokenIds
 from sapwood.runtime.sampling_params import SamplingParams
+from sapwood.runtime.step_plan import Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingRow:
     """One token to draw, from row `logits_index` of the logits. Several may draw from one row.
 
-    `token_ids` are the prompt and the answer so far, int32 [position]: a view, read at once.
+    `token_ids` are the prompt and the answer so far, int32 [position]: a view, read at once. The
+    last one means nothing where it is pending, which it never is where penalties look at it.
     `held_off_token_ids` may not be drawn: those that would end the answer too early. `matcher`,
     where the answer is constrained, says what else may not.
     """
@@ -28,15 +30,16 @@ class SamplingRow:
 
     @classmethod
     def of(
-        cls, sequence: Sequence, logits_index: int, num_forks: int = 0, num_tried: int = 0
+        cls, chunk: Chunk, logits_index: int, num_forks: int = 0, num_tried: int = 0
     ) -> "SamplingRow":
-        """For the next token of a sequence, or of the `num_forks`-th that is forked from it.
+        """For the token after a chunk, or that of the `num_forks`-th sequence forked there.
 
         With `num_tried`, for the one after that many of its drafts.
         """
+        sequence = chunk.sequence
         params = sequence.request.sampling
-        num_known = sequence.num_tokens + num_tried
-        num_generated = sequence.num_generated + num_tried
+        num_known = chunk.end - chunk.num_drafts + num_tried
+        num_generated = num_known - sequence.request.num_prompt_tokens
         hold_off_end = num_generated < params.min_tokens
         held_off = sequence.end_token_ids if hold_off_end else frozenset[int]()
         if sequence.matcher is not None and params.ignore_eos:

@@ -3,6 +3,9 @@
     plan    running sequences first, then waiting ones in the policy's order -> StepPlan
     commit  advance, publish, decide every stop, release                     -> SequenceOutput
 
+The next step may be planned before the last one has ended: its tokens then count, though nobody
+knows them yet. What that plan cannot be made without, it waits for (`plan` gives None).
+
 Membership is decided before every step (Yu et al. 2022, Orca); prompts are cut into chunks under
 one token budget (Agrawal et al. 2024, Sarathi-Serve); waiting requests are ordered by their longest
 cached prefix (Zheng et al. 2024, SGLang). Knows no tensors, no text, and reads no clock.
@@ -10,10 +13,11 @@ cached prefix (Zheng et al. 2024, SGLang). Knows no tensors, no text, and reads 
 
 import logging
 from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from sapwood.radix import PrefixCache
+from sapwood.radix import BlockCopy, PrefixCache
 from sapwood.runtime.admission import LengthEstimator, PeakBudget
 from sapwood.runtime.common_prefix import common_length
 from sapwood.runtime.config import BatchingMode, SchedulerOptions
@@ -55,8 +59,16 @@ class SchedulerCounters:
     num_taken_up: int = 0  # requests that came back to a prefix kept warm for them
 
 
+class _NeedsCommit(Exception):
+    """The plan cannot be made while a step is in flight."""
+
+
 class Scheduler:
     """Owns every sequence, and each lease on the cache.
+
+    Every plan is carried out, in order, and committed in the same order; until then it is in
+    flight. No block gets free while a step in flight may read or write it, as the cache is told of
+    both ends of each step.
 
     `max_model_len` bounds prompt and answer, in tokens; it is at most what the pool holds, so that
     a request that is alone always fits. `token_bytes` gives the bytes that each token id adds to
@@ -88,6 +100,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in the order of arrival
         self._unfinished: dict[str, list[Sequence]] = {}  # of each request
+        self._in_flight: deque[StepPlan] = deque()  # planned and not yet committed
+        self._num_planned = 0
         self._static_group: frozenset[str] = frozenset()
         self._estimator = LengthEstimator()
         self._warm = WarmPrefixes(cache)
@@ -125,7 +139,8 @@ class Scheduler:
     def abort(self, request_id: str, now: float) -> list[SequenceOutput]:
         """End a request wherever it is: an output for each answer that was not finished.
 
-        What it computed stays in the tree. Empty if it is not here (any more).
+        What it computed stays in the tree; what a step in flight draws for it is dropped. Empty if
+        it is not here (any more).
         """
         outputs = []
         for sequence in self._unfinished.pop(request_id, ()):
@@ -136,7 +151,12 @@ class Scheduler:
         return outputs
 
     def preempt(self, num_sequences: int = 1) -> int:
-        """Send the newest running sequences back to wait; how many there were to send."""
+        """Send the newest running sequences back to wait; how many there were to send.
+
+        Raises ValueError while a step is in flight, which would draw tokens for them.
+        """
+        if self._in_flight:
+            raise ValueError("a step is in flight; commit it before anything is preempted")
         victims = self._running[max(0, len(self._running) - num_sequences) :]
         for victim in reversed(victims):
             self._preempt(victim)
@@ -146,8 +166,10 @@ class Scheduler:
         """Forget every running sequence and go on with another, empty cache.
 
         For quarantine: the old cache is not touched, as it may be what is broken. Returns the
-        sequences that held leases on it; those that wait are kept.
+        sequences that held leases on it; those that wait are kept. What is in flight must have
+        ended: it is never committed, and its blocks are given out anew.
         """
+        self._in_flight.clear()
         dropped, self._running = self._running, []
         for sequence in dropped:
             sequence.lease = None
@@ -178,35 +200,73 @@ class Scheduler:
     # -- plan ----------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, from now on in flight, or None when there is nothing to compute.
+
+        While another step is in flight, None also says that it has to be committed first: what is
+        next depends on tokens that it draws, or on room that it has yet to give back.
+        """
         self._warm.expire(now)
         self._programs.expire(now)
+        try:
+            chunks = self._chunks(now)
+        except _NeedsCommit:
+            return None
+        if not chunks:
+            is_idle = not self._running and not self._waiting
+            assert is_idle or self._in_flight, "work is left and nothing can run"
+            return None
+        plan = StepPlan(
+            number=self._num_planned + 1,
+            chunks=tuple(chunks),
+            copies=tuple(copy for chunk in chunks if (copy := _copy_before(chunk)) is not None),
+            attention=self._segmenter.plan(chunks),
+        )
+        self._launch(plan)
+        return plan
+
+    def _chunks(self, now: float) -> list[Chunk]:
+        """What the next step computes. Raises _NeedsCommit."""
+        if any(c.draws and c.sequence.plans_with_tokens for p in self._in_flight for c in p.chunks):
+            raise _NeedsCommit
         chunks: list[Chunk] = []
         num_preemptions = self.counters.num_preemptions
         budget = self._options.step_budget()
         budget = self._plan_running(chunks, budget)
         if self.counters.num_preemptions == num_preemptions:
             self._admit(chunks, budget, now)
-        if not chunks:
-            assert not self._running and not self._waiting, "work is left and nothing can run"
-            return None
-        leases = [chunk.sequence.held_lease for chunk in chunks]
-        return StepPlan(
-            chunks=tuple(chunks),
-            copies=tuple(lease.copy for lease in leases if lease.copy is not None),
-            attention=self._segmenter.plan(chunks),
-        )
+        return chunks
+
+    def _launch(self, plan: StepPlan) -> None:
+        """Note how far a step will bring its sequences."""
+        self._num_planned = plan.number
+        self._in_flight.append(plan)
+        for chunk in plan.chunks:
+            chunk.sequence.held_lease.launched(plan.number)
+            chunk.sequence.launch(chunk.num_settling, chunk.draws)
+
+    def _num_to_launch(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence that no step computes yet.
+
+        None where all that is left is the end: the token in flight is the last that the answer may
+        have. It has no row in the next step, and its seats are free for that.
+        """
+        num_generated = sequence.num_generated + sequence.num_pending
+        if num_generated >= sequence.request.max_tokens and sequence.num_pending:
+            return 0
+        if sequence.num_expected >= self._max_model_len and sequence.num_pending:
+            return 0
+        return sequence.num_expected - sequence.num_launched
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         """One token for each sequence that decodes, then the prompts in progress; the budget left.
 
         Those with one token to compute go first, so that a long prompt never stalls an answer.
         """
-        for sequence in sorted(self._running, key=lambda s: s.is_prefilling):
+        for sequence in sorted(self._running, key=lambda s: s.num_launched < s.num_prefilled):
             if not sequence.is_running:
                 continue  # preempted by one before it
-            length = min(sequence.num_uncomputed, budget)
-            if length and self._grow(sequence, sequence.num_computed + length):
+            length = min(self._num_to_launch(sequence), budget)
+            if length and self._grow(sequence, sequence.num_launched + length):
                 chunk = self._with_drafts(_chunk(sequence, length), budget - length)
                 chunks.append(chunk)
                 budget -= chunk.length
@@ -227,8 +287,14 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get blocks for `num_tokens` tokens, at the cost of the newest; False if that is it."""
+        """Get blocks for `num_tokens` tokens, at the cost of the newest; False if that is it.
+
+        Nobody is preempted for room that a step in flight is about to give back, nor while one
+        draws for it: raises _NeedsCommit then.
+        """
         while not sequence.held_lease.extend(num_tokens):
+            if self._in_flight:
+                raise _NeedsCommit
             victim = self._running[-1]
             assert len(self._running) > 1, "a sequence alone in the pool does not fit"
             self._preempt(victim)
@@ -258,7 +324,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
         """Fill the rest of the step with waiting sequences."""
-        num_seats = self._options.max_num_seqs - sum(s.num_seats for s in self._running)
+        num_seats = self._options.max_num_seqs - self._num_taken_seats()
         if not budget or not self._waiting or num_seats <= 0:
             return
         peak = self._peak_budget()
@@ -274,11 +340,15 @@ class Scheduler:
                 break
             admitted.append(sequence)
             num_seats -= sequence.num_seats
-            length = min(sequence.num_uncomputed, budget)
+            length = min(self._num_to_launch(sequence), budget)
             chunk = self._with_drafts(_chunk(sequence, length), budget - length)
             chunks.append(chunk)
             budget -= chunk.length
         self._count_overtaken(admitted, held)
+
+    def _num_taken_seats(self) -> int:
+        """Seats of the running sequences that go on."""
+        return sum(s.num_seats for s in self._running if self._num_to_launch(s))
 
     def _candidates(self) -> list[Sequence]:
         """Who may be admitted: preempted, overtaken too often, then in the policy's order."""
@@ -425,17 +495,23 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, results: SequenceOf[ChunkResult], now: float
     ) -> list[SequenceOutput]:
-        """Take in the results of a step, one for each of the plan's chunks.
+        """Take in the results of the oldest step in flight, one for each of the plan's chunks.
 
         Prompt chunks are published first, so that the next plan sees them; a sequence that ends
-        gives its blocks back here and not a step later.
+        gives its blocks back here and not a step later, unless the next step is in flight with a
+        row of it. That row's result is dropped in its turn, as is that of one aborted meanwhile.
         """
+        assert self._in_flight[0] is plan, "steps are committed in the order of their plans"
+        self._in_flight.popleft()
+        self._cache.ended(plan.number)
         self.counters.num_steps += 1
         self.counters.computed_tokens += plan.num_rows
-        for chunk, result in zip(plan.chunks, results, strict=True):
+        pairs = zip(plan.chunks, results, strict=True)
+        live = [(chunk, result) for chunk, result in pairs if chunk.sequence.is_running]
+        for chunk, result in live:
             self._advance(chunk, result)
         outputs: list[SequenceOutput] = []
-        for chunk, result in zip(plan.chunks, results, strict=True):
+        for chunk, result in live:
             sequence = chunk.sequence
             if chunk.num_drafts:
                 outputs.append(self._take(sequence, _accepted(chunk, result.sampled), now))
@@ -458,7 +534,7 @@ class Scheduler:
         if lease.copy is not None:
             lease.copied()
         was_prefilling = sequence.is_prefilling
-        sequence.num_computed = chunk.end - chunk.num_drafts
+        sequence.settle(chunk.num_settling, chunk.draws)
         if result.scores is not None and sequence.scores is not None:
             sequence.scores.take_computed(chunk.first_score, result.scores)
         if was_prefilling:
@@ -653,27 +729,39 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.lease is not None, "a running sequence holds no lease"
             assert 0 <= sequence.num_computed < sequence.num_tokens <= self._max_model_len
+            assert sequence.num_launched <= sequence.num_expected <= self._max_model_len
             assert sequence in self._unfinished[sequence.request_id], "a sequence is not known"
             capacity = sequence.lease.num_blocks * self._cache.block_size
-            assert sequence.num_computed <= capacity, "tokens without blocks"
+            assert sequence.num_launched <= capacity, "tokens without blocks"
+            mine = [c for plan in self._in_flight for c in plan.chunks if c.sequence is sequence]
+            assert sequence.num_in_flight == sum(c.num_settling for c in mine), "rows were lost"
+            assert sequence.num_pending == sum(c.draws for c in mine), "a draw was lost"
         for sequence in self._waiting:
             assert sequence.lease is None, "a waiting sequence holds a lease"
-        num_seats = sum(sequence.num_seats for sequence in self._running)
-        assert num_seats <= self._options.max_num_seqs, "more sequences than seats"
+            assert not sequence.num_in_flight and not sequence.num_pending, "waits and runs"
+        assert self._num_taken_seats() <= self._options.max_num_seqs, "more sequences than seats"
         known = [s for sequences in self._unfinished.values() for s in sequences]
         assert len(known) == len(self._running) + len(self._waiting), "a sequence was lost"
 
 
+def _copy_before(chunk: Chunk) -> BlockCopy | None:
+    """What its sequence's first step copies; one in flight has done so."""
+    sequence = chunk.sequence
+    return None if sequence.num_in_flight else sequence.held_lease.copy
+
+
 def _chunk(sequence: Sequence, length: int) -> Chunk:
-    start = sequence.num_computed
+    start = sequence.num_launched
     end = start + length
-    samples = end == sequence.num_tokens and sequence.early_stop is None
+    samples = end == sequence.num_expected and sequence.early_stop is None
     num_logits = int(samples)
     first = sequence.first_unscored
     if first < sequence.request.num_prompt_tokens:
         # The row before a token gives its score.
         num_logits = max(num_logits, end - max(start, first - 1))
-    return Chunk(sequence, start, length, num_logits, sequence.num_seats if samples else 0)
+    num_samples = sequence.num_seats if samples else 0
+    is_pending = start >= sequence.num_tokens
+    return Chunk(sequence, start, length, num_logits, num_samples, is_pending=is_pending)
 
 
 def _accepted(chunk: Chunk, sampled: SequenceOf[SampledToken]) -> SequenceOf[SampledToken]:

@@ -17,6 +17,9 @@ class Chunk:
 
     The last `num_drafts` tokens are drafts: one token is drawn from the row before each of them as
     well, and the first that is another one is the answer's.
+
+    Where `is_pending`, its one token is the one that the step before draws for the same sequence
+    and nobody knows yet: it stays on the device.
     """
 
     sequence: Sequence
@@ -25,10 +28,11 @@ class Chunk:
     num_logits: int
     num_samples: int
     num_drafts: int = 0
+    is_pending: bool = False
 
     @property
     def token_ids(self) -> TokenIds:
-        """int32 [length]; a view."""
+        """int32 [length]; a view. The value of a pending one means nothing."""
         return self.sequence.tried_token_ids[self.start : self.end]
 
     @property
@@ -39,6 +43,16 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @property
+    def num_settling(self) -> int:
+        """Tokens that are computed for good when the step has ended: all but the drafts."""
+        return self.length - self.num_drafts
+
+    @property
+    def draws(self) -> bool:
+        """Whether the answer gets longer by it."""
+        return self.num_samples > 0
 
     @property
     def num_scores(self) -> int:
@@ -56,9 +70,11 @@ class Chunk:
 class StepPlan:
     """Chunks in the order of their rows, the block copies to make first, and what attends to what.
 
-    A sequence occurs at most once; each chunk starts at its sequence's `num_computed`.
+    A sequence occurs at most once; each chunk starts where what is computed or being computed of
+    its sequence ends. Steps are numbered in the order in which they are to be carried out.
     """
 
+    number: int
     chunks: tuple[Chunk, ...]
     copies: tuple[BlockCopy, ...]
     attention: AttentionPlan

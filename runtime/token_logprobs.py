@@ -10,34 +10,49 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sapwood.kernels.drawing import slices
-from sapwood.kernels.host_copies import Array
+from sapwood.kernels.host_copies import Array, HostCopy, send
 from sapwood.runtime.outputs import Logprob, TokenLogprobs
 from sapwood.runtime.request import TokenIds
 from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.scoring import TokenScores
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> TokenScores:
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """Scores of a prompt's tokens that the device computes, on their way to the host."""
+
+    _copy: HostCopy
+
+    def told(self) -> TokenScores:
+        """The scores on the host. Waits for the device."""
+        logprobs, top_ids, top_logprobs = self._copy.arrays()
+        return TokenScores(
+            logprobs=logprobs.astype(np.float32),
+            top_ids=top_ids.astype(np.int32),
+            top_logprobs=top_logprobs.astype(np.float32),
+        )
+
+
+def score(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> Scored:
     """What each row of `logits` float32 [num_rows, vocab_size] gives the token that does follow.
 
     The same numbers, bit for bit, as sampling tells of a token that it draws from such a row. The
-    logits are left as they are; beside them 16 MiB are in use at a time. Waits for the device.
+    logits are left as they are; beside them 16 MiB are in use at a time. Does not wait for the
+    device.
     """
-    vocab_size = logits.shape[1]
-    following = torch.from_numpy(next_token_ids.astype(np.int64)).to(logits.device)
-    num_top = min(num_top, vocab_size)
-    found = TokenScores(
-        logprobs=np.empty(len(logits), np.float32),
-        top_ids=np.empty((len(logits), num_top), np.int32),
-        top_logprobs=np.empty((len(logits), num_top), np.float32),
-    )
-    for part in slices(len(logits), vocab_size):
+    following = send({"next": next_token_ids.astype(np.int64)}, logits.device)["next"]
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for part in [*slices(len(logits), logits.shape[1])] or [slice(0)]:
         of_all = _log_softmax(logits[part])
-        found.logprobs[part] = of_all.gather(1, following[part, None])[:, 0].cpu().numpy()
         top = _top(of_all, num_top)
-        found.top_ids[part] = top.token_ids.cpu().numpy()
-        found.top_logprobs[part] = top.logprobs.cpu().numpy()
-    return found
+        own = of_all.gather(1, following[part, None])[:, 0]
+        found.append((own, top.token_ids, top.logprobs))
+    return Scored(HostCopy.of([torch.cat(parts) for parts in zip(*found, strict=True)]))
+
+
+def prompt_logprobs(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> TokenScores:
+    """`score`, and wait for what it gives."""
+    return score(logits, next_token_ids, num_top).told()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -118,7 +118,14 @@ RULES = (
     Rule("server", ("sapwood", "sapwood.server", *SERVER_PUBLIC), SERVER_PACKAGES),
     Rule(
         "server/cli",
-        ("sapwood", "sapwood.server", "sapwood.frontend_lang", *SERVER_PUBLIC),
+        (
+            "sapwood",
+            "sapwood.server",
+            "sapwood.frontend_lang",
+            "sapwood.kernels.tuner",
+            "sapwood.kernels.tuning",
+            *SERVER_PUBLIC,
+        ),
         SERVER_PACKAGES,
     ),
 )

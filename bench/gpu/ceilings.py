@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpu.sections import Row
-from gpu.timing import DeviceTimer, HostTimer, Timer
+from gpu.timing import HostTimer
+from sapwood.kernels.device_timing import DeviceTimer, Timer
 
 if TYPE_CHECKING:
     from gpu.context import Context
@@ -21,7 +22,9 @@ class Ceilings:
     product of random matrices."""
 
     copy_bytes: float
+    copied_bytes: int  # of the copy that was timed, written
     bf16_operations: float
+    side: int  # of the matrices
 
 
 def measure_ceilings(device: torch.device, *, is_quick: bool) -> Ceilings:
@@ -30,7 +33,9 @@ def measure_ceilings(device: torch.device, *, is_quick: bool) -> Ceilings:
     timer = DeviceTimer(device) if device.type == "cuda" else HostTimer()
     return Ceilings(
         copy_bytes=2 * num_bytes / _copy_seconds(timer, device, num_bytes),
+        copied_bytes=num_bytes,
         bf16_operations=2 * side**3 / _product_seconds(timer, device, side),
+        side=side,
     )
 
 
@@ -48,10 +53,10 @@ def _product_seconds(timer: Timer, device: torch.device, side: int) -> float:
 def bandwidth(context: Context) -> Iterator[Row]:
     ceilings = context.ceilings
     yield Row(
-        name="copy of 4 GiB, read and written bytes counted",
+        name=f"copy of {ceilings.copied_bytes / 2**20:,.0f} MiB, read and written bytes counted",
         figures={"TB/s": ceilings.copy_bytes / 1e12},
     )
     yield Row(
-        name="bf16 product of 8,192 x 8,192 x 8,192, random numbers",
+        name=f"bf16 product of random matrices of {ceilings.side:,} x {ceilings.side:,}",
         figures={"TFLOP/s": ceilings.bf16_operations / 1e12},
     )

@@ -12,8 +12,9 @@ import torch
 
 from gpu.ceilings import Ceilings, measure_ceilings
 from gpu.sections import Scale
-from gpu.timing import DeviceTimer, HostTimer, Timer
+from gpu.timing import HostTimer
 from sapwood.kernels import load_kernels
+from sapwood.kernels.device_timing import DeviceTimer, Timer
 from sapwood.kernels.interface import Kernels
 
 T = TypeVar("T")

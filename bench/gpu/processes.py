@@ -40,34 +40,50 @@ class Outcome:
 
 
 class Worker:
-    """A process that runs `sections` in this order. Its output goes to a log file."""
+    """A process of `gpu.worker`, by its command line without the file that it is to write to.
+
+    What it prints goes to a log. `seconds` is for all of its sections; `grace` more may pass
+    before it, or a section of it, is killed.
+    """
 
     def __init__(
         self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        seconds: float,
+        environment: Mapping[str, str],
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        folder = Path(tempfile.mkdtemp(dir=folder))
+        self._lines, self._log = folder / "lines", folder / "log"
+        self._lines.touch()
+        self._grace = grace
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, "--lines", str(self._lines)],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._deadline = time.monotonic() + seconds + grace
+
+    @classmethod
+    def of(
+        cls,
         sections: Sequence[str],
         scale: Scale,
         seconds: float,
         folder: Path,
         shard: tuple[int, int] = (0, 1),
-    ) -> None:
-        self.sections = tuple(sections)
-        self._folder = Path(tempfile.mkdtemp(dir=folder))
-        self._lines = self._folder / "lines"
-        self._log = self._folder / "log"
-        self._lines.touch()
-        command = [sys.executable, "-m", "gpu.worker", "--lines", str(self._lines)]
+    ) -> Worker:
+        """One that runs `sections` in this order."""
+        command = [sys.executable, "-m", "gpu.worker", *sections]
         command += ["--scale", scale.value, "--seconds", f"{seconds:.1f}"]
-        command += ["--shard", f"{shard[0]}/{shard[1]}", *sections]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=_environment(scale),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._deadline = time.monotonic() + seconds + GRACE_SECONDS
+        command += ["--shard", f"{shard[0]}/{shard[1]}"]
+        return cls(command, folder, seconds=seconds, environment=_environment(scale))
 
     @property
     def log(self) -> str:
@@ -94,7 +110,7 @@ class Worker:
                     elif event["event"] == "begin":
                         current = Outcome(event["section"], facts=facts)
                         current.clocks.append(event["clocks"])
-                        seconds = SECTION_BY_NAME[current.section].seconds + GRACE_SECONDS
+                        seconds = SECTION_BY_NAME[current.section].seconds + self._grace
                         limit = min(self._deadline, time.monotonic() + seconds)
                     elif current is not None and event["event"] == "row":
                         current.rows.append(event["row"])

@@ -138,6 +138,7 @@ def filled_cache(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         num_kv_heads=shape.num_kv_heads,
+        group_size=shape.num_heads // shape.num_kv_heads,
         head_dim=shape.head_dim,
         dtype=kernels.kv_dtype(dtype, shape.head_dim),
         device=context.device,

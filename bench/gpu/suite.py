@@ -12,7 +12,7 @@ from gpu.sections import Row
 from tests.kernels.cases import all_cases
 from tests.kernels.claims import Case
 
-EVERY_NTH_WHEN_DRY = 12  # of the claims; the suite itself runs all of them in the interpreter
+EVERY_NTH_WHEN_DRY = 15  # of the claims; the suite itself runs all of them in the interpreter
 
 
 def kernels(context: Context) -> Iterator[Row]:

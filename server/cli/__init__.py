@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "run": "sapwood.server.cli.run:run",
         "demo": "sapwood.server.cli.demo:demo",
         "pull": "sapwood.server.cli.pull:pull",
+        "tune": "sapwood.server.cli.tune:tune",
         "version": "sapwood.server.cli.version:version",
     }
 )

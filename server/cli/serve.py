@@ -47,6 +47,15 @@ def parse_size(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not a size; write 4GiB, 512MiB or bytes") from error
 
 
+def parse_switch(text: str | bool) -> bool | str:
+    """True for on, False for off, and auto."""
+    known: dict[str, bool | str] = {"on": True, "off": False, "auto": "auto"}
+    try:
+        return known[str(text).strip().lower()]
+    except KeyError:
+        raise typer.BadParameter(f"{text!r} is none of auto, on and off") from None
+
+
 def serve(
     context: typer.Context,
     model: Annotated[
@@ -131,6 +140,14 @@ def serve(
     mode: Annotated[BatchingMode, typer.Option(help="How requests join a batch.")] = (
         BatchingMode.CONTINUOUS
     ),
+    overlap: Annotated[
+        str,
+        typer.Option(
+            parser=parse_switch,
+            metavar="auto|on|off",
+            help="Plan a step while the device computes the one before; auto: not on a CPU.",
+        ),
+    ] = "auto",
     jump_forward: Annotated[
         bool, typer.Option(help="Skip tokens that a constraint leaves no choice of.")
     ] = True,

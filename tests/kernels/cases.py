@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.kernels import attention_claims, kv_claims, operation_claims
+from tests.kernels import attention_claims, drawing_claims, kv_claims, operation_claims
 from tests.kernels.claims import Case, Claim
 
 
 def all_cases() -> Iterator[Case]:
     """The cases of every claim, in the order in which they are written."""
-    for module in (attention_claims, kv_claims, operation_claims):
+    for module in (attention_claims, kv_claims, operation_claims, drawing_claims):
         for value in vars(module).values():
             if isinstance(value, Claim):
                 yield from value.cases()

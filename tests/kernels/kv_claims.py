@@ -20,7 +20,7 @@ from sapwood.kernels.interface import (
 )
 from sapwood.kernels.kv_quantization import LARGEST_CODE, decode, encode
 from tests.kernels.claims import DTYPES, TOLERANCE, Subject, assert_close, claim
-from tests.kernels.steps import LAYER, NUM_LAYERS, SCALE, Edge, Step, Tail, forest, make_step
+from tests.kernels.steps import LAYER, NUM_LAYERS, SCALE, Edge, Step, Tail, make_step
 
 # Rows from about 1e-3 to 30: each has a scale of its own.
 ROW_SIZES = (1e-3, 0.1, 1.0, 30.0)
@@ -295,19 +295,28 @@ def a_row_with_a_number_that_is_not_finite_is_kept_as_nan(
 
 
 def quantized_step(
-    subject: Subject, tails: list[Tail], kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int
+    subject: Subject, kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int
 ) -> Step:
-    """With a layer that sees all and one behind a window."""
+    """Two levels of sharing, decode rows and chunks; one layer sees all, one 30 tokens."""
+    system = Edge(num_blocks=2)
+    tools = Edge(num_blocks=1, parent=system)
+    tails = [
+        Tail(length=1, edge=tools),
+        Tail(length=20, edge=tools),
+        Tail(length=12, num_rows=5, edge=system),
+        Tail(length=9, num_rows=9),
+        Tail(length=40),
+    ]
     return make_step(
-        subject, tails, head_dim=head_dim, dtype=dtype, layer_windows=(None, 50), kv_dtype=kv_dtype
+        subject, tails, head_dim=head_dim, dtype=dtype, layer_windows=(None, 30), kv_dtype=kv_dtype
     )
 
 
-@claim(kv_dtype=QUANTIZED_KV_DTYPES, dtype=DTYPES, head_dim=[12, 64, 80, 128], layer=[0, 1])
+@claim(kv_dtype=QUANTIZED_KV_DTYPES, dtype=DTYPES, head_dim=[12, 64, 128], layer=[0, 1])
 def attention_over_rounded_keys_equals_dense_attention_over_what_is_kept(
     subject: Subject, kv_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, layer: int
 ) -> None:
-    step = quantized_step(subject, forest(16), kv_dtype, dtype, head_dim)
+    step = quantized_step(subject, kv_dtype, dtype, head_dim)
     sizes = torch.tensor((0.01, 0.1, 1.0, 3.0), device=subject.device)
     step.values *= sizes.to(dtype).repeat(len(step.values))[: len(step.values), None, None]
     result = step.attend(keeping(subject.kernels, kv_dtype), layer, softcap=30.0)
@@ -324,7 +333,7 @@ def attention_over_rounded_keys_is_within_the_formats_error(
     """A score is off by no more than e = scale * sum |q| * (what the format allows of k), so a
     weight by a factor of exp(2 e), and a result by that much of the largest value and by what the
     format allows of it."""
-    step = quantized_step(subject, forest(16), kv_dtype, torch.float32, 64)
+    step = quantized_step(subject, kv_dtype, torch.float32, 64)
     step.query *= 0.03  # so that the bound says something
     error = allowed_error(step.keys.double(), kv_dtype).amax(dim=0).repeat_interleave(3, dim=0)
     score_error = SCALE * (step.query.double().abs() * error).sum(dim=-1, keepdim=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sapwood.kernels import AttentionPlan, PrivateSegment, SharedSegment
 from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec
+from sapwood.kernels.kv_quantization import encode
 from tests.kernels.claims import Subject
 
 NUM_LAYERS = 2
@@ -26,6 +27,29 @@ def zeroed(kernels: Kernels, spec: KVCacheSpec) -> KVCache:
     kv.keys.zero_()
     kv.values.zero_()
     return kv
+
+
+def write(
+    kernels: Kernels, kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor
+) -> None:
+    """`write_kv`; by indexing in a cache that has its rows by blocks and heads.
+
+    Claims about attention need the rows, not the kernel that writes them, which kv_claims.py is
+    about: Triton's interpreter takes a second for some hundred of them.
+    """
+    if kv.keys.dim() != 5:
+        kernels.write_kv(kv, layer, key, value, slots)
+        return
+    at = (layer, slots // kv.spec.block_size, slice(None), slots % kv.spec.block_size)
+    for rows, kept, scales in (
+        (key, kv.keys, kv.key_scales),
+        (value, kv.values, kv.value_scales),
+    ):
+        if scales is None:
+            kept[at] = rows.to(kept.dtype)
+        else:
+            codes, scales[at] = encode(rows, kv.spec.dtype)
+            kept.view(torch.uint8)[at] = codes.view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -62,8 +86,13 @@ class Step:
 
     def fill(self, kernels: Kernels, layer: int = LAYER) -> KVCache:
         kv = zeroed(kernels, self.spec)
-        kernels.write_kv(kv, layer, self.keys[self.slots], self.values[self.slots], self.slots)
+        self.write(kernels, kv, layer)
         return kv
+
+    def write(self, kernels: Kernels, kv: KVCache, layer: int) -> None:
+        """The step's keys and values into a layer of a cache that has room for them."""
+        slots = self.slots
+        write(kernels, kv, layer, self.keys[slots], self.values[slots], slots)
 
     def attend(
         self,

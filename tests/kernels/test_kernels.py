@@ -8,35 +8,30 @@ import pytest
 import torch
 
 from sapwood.kernels import KERNELS, load_kernels
+from tests.kernels.backends import device_of, is_interpreted, load
 from tests.kernels.cases import all_cases
 from tests.kernels.claims import Case, Claim, Subject
 from tests.kernels.steps import LAYER, SCALE, Tail, make_step
-
-
-def device_of(backend: str) -> torch.device:
-    """Where a backend is checked. Triton kernels run in its interpreter where there is no GPU."""
-    has_device = backend == "triton" and torch.cuda.is_available()
-    return torch.device("cuda" if has_device else "cpu")
 
 
 def pairs() -> Iterator[object]:
     """Each backend with each case. The interpreter takes seconds where others take milliseconds, so
     of its cases only the core is fast enough for every run."""
     for backend in sorted(KERNELS):
-        is_interpreted = backend == "triton" and device_of(backend).type == "cpu"
         for case in all_cases():
-            marks = [pytest.mark.slow] if is_interpreted and not case.is_core else []
+            is_slow = is_interpreted(backend) and not case.is_core
+            marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(backend, case, id=f"{backend}-{case.name}", marks=marks)
 
 
 @pytest.mark.parametrize(("backend", "case"), list(pairs()))
 def test_claim(backend: str, case: Case) -> None:
-    case.run(load_kernels(backend), device_of(backend))
+    case.run(load(backend), device_of(backend))
 
 
 @pytest.fixture(params=sorted(KERNELS))
 def subject(request: pytest.FixtureRequest) -> Subject:
-    return Subject(load_kernels(request.param), device_of(request.param))
+    return Subject(load(request.param), device_of(request.param))
 
 
 def test_a_plan_of_another_backend_is_refused(subject: Subject) -> None:
@@ -63,7 +58,7 @@ def test_a_new_tensor_is_poisoned_while_a_case_runs() -> None:
         assert torch.empty_like(torch.zeros(3)).isnan().all()
         assert torch.zeros(3).sum() == 0
 
-    Case(name="fresh", is_core=True, check=fresh).run(load_kernels("reference"), device_of("cpu"))
+    Case(name="fresh", is_core=True, check=fresh).run(load("reference"), device_of("reference"))
 
 
 def test_core_cases_have_every_value_and_all_cases_every_combination() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment, SharedSegment
@@ -193,29 +193,52 @@ def shapes(draw: st.DrawFn) -> TileShapes:
 windows = st.one_of(st.none(), st.integers(1, 70))
 
 
-@given(forests(), windows, shapes(), st.integers(1, 8), st.sampled_from([1, 3]), st.integers(1, 60))
-def test_every_row_sees_its_own_keys_once(
-    plan: AttentionPlan,
-    window: int | None,
-    shapes: TileShapes,
-    group_size: int,
-    num_kv_heads: int,
-    num_programs: int,
-) -> None:
+@dataclass(frozen=True)
+class Device:
+    """What tiles are planned for."""
+
+    shapes: TileShapes
+    group_size: int
+    num_kv_heads: int
+    num_programs: int
+
+
+devices = st.builds(
+    Device, shapes(), st.integers(1, 8), st.sampled_from([1, 3]), st.integers(1, 60)
+)
+
+
+def check_on(device: Device, plan: AttentionPlan, window: int | None) -> None:
     def planned(plan: AttentionPlan) -> TilePlan:
         return plan_tiles(
             plan,
             window=window,
-            group_size=group_size,
-            num_kv_heads=num_kv_heads,
-            shapes=shapes,
-            num_programs=num_programs,
+            group_size=device.group_size,
+            num_kv_heads=device.num_kv_heads,
+            shapes=device.shapes,
+            num_programs=device.num_programs,
         )
 
     tiles = planned(plan)
-    check(tiles, plan, window, group_size)
+    check(tiles, plan, window, device.group_size)
     flat = planned(flattened(plan))
     assert tiles.num_kv_tokens_read <= flat.num_kv_tokens_read
+
+
+@given(devices, forests(), windows)
+def test_every_row_sees_its_own_keys_once_and_loads_are_no_more_than_flat_ones(
+    device: Device, plan: AttentionPlan, window: int | None
+) -> None:
+    check_on(device, plan, window)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(devices, forests(), windows)
+def test_every_row_sees_its_own_keys_once_in_many_forests(
+    device: Device, plan: AttentionPlan, window: int | None
+) -> None:
+    check_on(device, plan, window)
 
 
 def test_a_plan_without_rows_has_no_tiles() -> None:
@@ -394,10 +417,11 @@ def test_the_rows_of_a_chunk_are_cut_at_the_same_keys() -> None:
 
 
 def test_a_window_leaves_out_the_keys_and_blocks_before_it() -> None:
-    plan = sharing(num_rows=8, prefix_len=8192, tail_len=100)
+    plan = sharing(num_rows=8, prefix_len=8192, tail_len=64)
     tiles = tiled(plan, window=64)
     check(tiles, plan, 64)
     assert tiles.num_kv_tokens_read == 8 * 64
+    assert tiles.num_partials == 0, "no row sees any of the prefix"
     assert len(tiles.block_ids) <= 8 * (64 // 16 + 1)
 
 
@@ -406,6 +430,36 @@ def test_a_window_that_reaches_into_an_edge_shares_what_it_sees_of_it() -> None:
     tiles = tiled(plan, window=2100)
     check(tiles, plan, 2100)
     assert tiles.num_kv_tokens_read == 2000 + 32 * 100
+
+
+def test_rows_that_see_about_as_far_back_share_a_tile() -> None:
+    """Of an edge, 32 sequences see 990 keys and 32 see 100, in turns: one wide tile for each."""
+    builder = Builder(16)
+
+    def below(start: int) -> None:
+        for _ in range(32):
+            builder.tail(start, 10)
+            builder.tail(start, 900)
+
+    builder.edge(0, 128, below)
+    plan = builder.plan()
+    tiles = tiled(plan, window=1000)
+    check(tiles, plan, 1000)
+    assert tiles.num_kv_tokens_read == 990 + 100 + 32 * (10 + 900)
+
+
+def test_rows_that_see_none_of_an_edge_are_not_among_its_rows() -> None:
+    builder = Builder(16)
+
+    def below(start: int) -> None:
+        for tail_len in (10, 1000) * 32:
+            builder.tail(start, tail_len)
+
+    builder.edge(0, 128, below)
+    plan = builder.plan()
+    tiles = tiled(plan, window=1000)  # the last of 1,000 tokens sees up to the first
+    check(tiles, plan, 1000)
+    assert len(tiles.rows) == 32 + 64
 
 
 def test_a_group_of_few_rows_in_the_window_loads_no_key_more_often_than_its_rows_alone() -> None:
@@ -533,6 +587,11 @@ def test_the_capacity_for_decoding_holds_steps_with_one_prefix_and_with_none(
 def test_a_shape_of_nothing_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         replace(SHAPES.narrow, **change)
+
+
+def test_a_wide_shape_with_fewer_rows_than_the_narrow_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="fewer than the narrow"):
+        replace(SHAPES, wide=replace(SHAPES.wide, rows=8))
 
 
 def test_costs_below_zero_are_refused() -> None:

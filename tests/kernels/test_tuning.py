@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from sapwood.kernels.tuning import TABLES, TuningError, load_table, parse_table
+from sapwood.kernels.tuning import (
+    TABLES,
+    TuningError,
+    load_table,
+    own_table_path,
+    parse_table,
+)
 
 FILES = sorted(TABLES.glob("*.json"))
 
@@ -31,6 +37,20 @@ def test_every_table_has_tiles_for_every_kind_of_head(
 def test_a_head_that_no_entry_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="heads of 512"):
         load_table(None).tile_shapes(head_dim=512, group_size=1, kv_bytes=2)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path / "cache"))
+
+
+def test_what_was_measured_on_this_machine_comes_first() -> None:
+    own = json.loads((TABLES / "default.json").read_text()) | {"gpu": "here"}
+    path = own_table_path("NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(own))
+    assert load_table("NVIDIA H200").gpu == "here"
+    assert load_table(None).gpu == "default"
 
 
 def test_a_gpu_gets_its_own_table_and_others_the_default(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ NAMESPACES: tuple[Namespace, ...] = (
 OPERATIONS = {
     "start": 5,
     "copied": 2,
+    "launch": 5,
+    "land": 3,
     "chunk": 10,
     "decode": 6,
     "draft": 2,
@@ -88,6 +90,7 @@ class Sequence:
     source: int | None = None
     num_copied: int = 0
     num_settled: int = 0
+    last_step: int = 0
 
     def prefix(self, num_tokens: int) -> Prefix:
         return self.namespace, self.tokens[:num_tokens]
@@ -138,6 +141,7 @@ def fingerprint(cache: PrefixCache) -> object:
         tree.num_tokens, tree.num_blocks, [entry[:-1] for entry in cache._queue._entries],
         tree.num_warm_blocks, [(node.id, len(ends)) for node, ends in cache._warm.items()],
         cache.version, cache._num_uses, len(cache._leases),
+        [(n, [each.block_ids.tolist() for each in held]) for n, held in cache._fenced.items()],
     )  # fmt: skip
 
 
@@ -155,6 +159,8 @@ class World:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.warmed: list[Warm] = []
+        self.fenced: list[tuple[int, set[int]]] = []  # (step, blocks that it still needs)
+        self.num_launched = self.num_landed = 0
         self.memory: list[list[Row]] = [[None] * block_size for _ in range(num_blocks)]
         self.num_uses = 0
         self.num_notes = 0
@@ -188,6 +194,21 @@ class World:
     def copied(self, choose: Choose) -> None:
         if pending := [s for s in self.running if s.source is not None]:
             self._copy(pending[choose(len(pending))])
+
+    def launch(self, choose: Choose) -> None:
+        """A step of some of those that run is in flight."""
+        self.num_launched += 1
+        for sequence in self.running:
+            if choose(2):
+                sequence.live.launched(self.num_launched)
+                sequence.last_step = self.num_launched
+
+    def land(self, choose: Choose) -> None:
+        """The oldest step in flight ends."""
+        if self.num_landed < self.num_launched:
+            self.num_landed += 1
+            self.cache.ended(self.num_landed)
+            self.fenced = [each for each in self.fenced if each[0] > self.num_landed]
 
     def chunk(self, choose: Choose) -> None:
         if sequence := self._pick(choose):
@@ -287,6 +308,10 @@ class World:
         for sequence in list(self.running):
             self._release(sequence)
             self.check()
+        while self.num_landed < self.num_launched:
+            self.land(lambda n: 0)
+            self.check()
+        assert not self.cache._fenced, "a fence was left behind"
         assert self.cache.num_evictable_blocks == self.cache.num_tree_blocks
         while self.warmed:
             self.cool(lambda n: 0)
@@ -359,7 +384,9 @@ class World:
         assert (sequence.live.epoch != epoch) == (sequence.table != table)
 
     def _release(self, sequence: Sequence) -> None:
+        self._let_go(sequence, {*sequence.table, sequence.source})
         sequence.live.release()
+        sequence.last_step = 0
         self.running.remove(sequence)
         sequence.lease, sequence.table, sequence.source = None, [], None
         sequence.num_copied = sequence.num_settled = 0
@@ -444,6 +471,8 @@ class World:
             if len(prefix) % size:
                 entry = closest if num_rows == len(given) else None
             elif entry is not None:
+                if sequence.table[index] != entry.block:
+                    self._let_go(sequence, {sequence.table[index]})
                 sequence.table[index] = entry.block
             if entry is None:
                 for end in range(start + 1, len(prefix)):
@@ -513,10 +542,16 @@ class World:
         """Where the block that ends a prefix begins."""
         return (len(tokens) - 1) // self.block_size * self.block_size
 
+    def _let_go(self, sequence: Sequence, blocks: set[int | None]) -> None:
+        """Blocks that a sequence no longer holds and steps in flight may still use."""
+        if sequence.last_step > self.num_landed:
+            self.fenced.append((sequence.last_step, {b for b in blocks if b is not None}))
+
     def _held(self) -> set[int]:
-        """The blocks that leases hold."""
+        """The blocks that leases hold, and those behind a fence."""
         sources = {s.source for s in self.running if s.source is not None}
-        return sources.union(*(s.table for s in self.running))
+        fenced = [blocks for _, blocks in self.fenced]
+        return sources.union(*fenced, *(s.table for s in self.running))
 
     def _in_tree(self) -> set[int]:
         return {entry.block for entry in self.entries.values()}
@@ -571,7 +606,8 @@ class World:
         holders = [set(s.table) | {s.source} for s in self.running]
         for index, sequence in enumerate(self.running):
             lease = sequence.live
-            others = set().union(*holders[:index], *holders[index + 1 :])
+            fenced = [blocks for _, blocks in self.fenced]
+            others = set().union(*fenced, *holders[:index], *holders[index + 1 :])
             assert lease.block_table.tolist() == sequence.table
             assert lease.num_exclusive_blocks == len(set(sequence.table) - others)
             assert lease.num_shared_blocks == self._num_shared(sequence)

@@ -66,6 +66,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     start = operation("start")
     copied = operation("copied", needs="running")
+    launch = operation("launch")
+    land = operation("land")
     chunk = operation("chunk", needs="running")
     decode = operation("decode", needs="running")
     draft = operation("draft", needs="running")

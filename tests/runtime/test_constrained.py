@@ -217,7 +217,7 @@ def mixed_run(seed: int, *, jump_forward: bool) -> Harness:
     while harness.core.has_work:
         harness.step()
         if draw.random() < 0.05:
-            harness.scheduler.preempt(draw.randint(1, 3))
+            harness.preempt(draw.randint(1, 3))
     assert not harness.errors
     harness.assert_nothing_held()
     return harness

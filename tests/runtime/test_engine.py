@@ -22,11 +22,12 @@ from sapwood import (
     RequestError,
     SamplingParams,
 )
+from sapwood.kernels.interface import Kernels
 from sapwood.radix import Lease, PrefixCache
+from sapwood.runtime.core import StepInFlight
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
-from sapwood.runtime.request import ChunkResult, SampledToken
-from sapwood.runtime.sampler import sample
+from sapwood.runtime.sampler import Drawn, draw
 from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.step_plan import StepPlan
 from sapwood.runtime.token_masks import TokenMasks
@@ -323,13 +324,13 @@ def test_closing_frees_the_model_without_waiting_for_the_collector(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[ModelRunner]] = []
-    run = ModelRunner.run
+    launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, plan: StepPlan) -> list[ChunkResult]:
+    def noted(runner: ModelRunner, plan: StepPlan) -> StepInFlight:
         made.append(weakref.ref(runner))
-        return run(runner, plan)
+        return launch(runner, plan)
 
-    monkeypatch.setattr(ModelRunner, "run", noted)
+    monkeypatch.setattr(ModelRunner, "launch", noted)
     gc.collect()
     gc.disable()
     try:
@@ -352,7 +353,7 @@ def test_a_failing_step_is_an_error_for_its_callers_only(
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ModelRunner, "run", broken)
+            patch.setattr(ModelRunner, "launch", broken)
             with pytest.raises(EngineError, match="no memory"):
                 engine.generate("The quick", GREEDY)
         [after] = engine.generate("The quick", GREEDY)
@@ -416,14 +417,14 @@ def test_a_request_without_finite_logits_fails_alone(
     num_quarantines = engine.stats().num_quarantines
 
     def poisoned(
-        logits: torch.Tensor, rows: list[SamplingRow], masks: TokenMasks
-    ) -> list[SampledToken]:
+        logits: torch.Tensor, rows: list[SamplingRow], masks: TokenMasks, kernels: Kernels
+    ) -> Drawn:
         for index, row in enumerate(rows):
             if row.params.top_k == 7 and row.position > 8:
                 logits[index, 3] = torch.nan
-        return sample(logits, rows, masks)
+        return draw(logits, rows, masks, kernels)
 
-    monkeypatch.setattr("sapwood.runtime.model_runner.sample", poisoned)
+    monkeypatch.setattr("sapwood.runtime.model_runner.draw", poisoned)
     results: dict[str, object] = {}
 
     def call(name: str, prompt: str, sampling: SamplingParams) -> None:

@@ -105,8 +105,8 @@ def check_all(
         chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
         with Engine(model, block_size=block_size, **chunked, **options) as engine:
             assert compared(answers(engine, prompts, max_tokens)) == expected, "chunked"
-        tight = {**options, "kv_cache_memory": None, "num_kv_blocks": -(-longest // block_size)}
-        with Engine(model, block_size=block_size, **tight) as engine:
+        tight = {"num_kv_blocks": -(-longest // block_size), "kv_cache_memory": None}
+        with Engine(model, block_size=block_size, **{**options, **tight}) as engine:
             assert compared(answers(engine, prompts, max_tokens)) == expected, "tight pool"
             assert_nothing_held(engine)
 
@@ -144,6 +144,13 @@ def test_on_a_tiny_model(tiny_model: Path, quantize: str) -> None:
     check_all(
         str(tiny_model), texts, 8, compared_in(quantize), quantize=quantize, kv_cache_memory=2**22
     )
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_with_keys_and_values_in_a_byte(tiny_model: Path, kv_dtype: str) -> None:
+    texts = [stem + end for stem in STEMS[:2] for end in (" and then", "")]
+    options = {"kv_dtype": kv_dtype, "kv_cache_memory": 2**22}
+    check_all(str(tiny_model), texts, 6, ids_of, block_sizes=(16,), **options)
 
 
 @pytest.fixture(params=ARCHITECTURES)

@@ -92,7 +92,7 @@ def test_preempting_forks_does_not_change_them() -> None:
         harness.add(PROMPT, max_tokens=8, n=4)
     expected.run()
     while disturbed.core.has_work:
-        disturbed.scheduler.preempt(disturbed.scheduler.num_running)
+        disturbed.preempt(disturbed.scheduler.num_running)
         disturbed.step()
     assert disturbed.answers == expected.answers
     disturbed.assert_nothing_held()
@@ -134,7 +134,7 @@ def test_random_requests_of_several_answers_leave_nothing() -> None:
         if draw.random() < 0.1 and unfinished:
             harness.abort(draw.choice(unfinished))
         if draw.random() < 0.2:
-            harness.scheduler.preempt(draw.randint(1, 3))
+            harness.preempt(draw.randint(1, 3))
         harness.step()
     harness.run()
     harness.assert_nothing_held()

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from sapwood.kernels import KERNELS, load_kernels
+from sapwood.kernels import load_kernels
 from sapwood.kernels.interface import Kernels
 from sapwood.runtime.pull import packaged_model_path
 from sapwood.runtime.weights import load_model
+from tests.kernels.backends import WITHOUT_DEVICE
 from tests.runtime.tiny_models import (
     Case,
     Chunk,
@@ -26,7 +27,7 @@ from tests.runtime.tiny_models import (
 )
 
 
-@pytest.fixture(params=sorted(KERNELS))
+@pytest.fixture(params=WITHOUT_DEVICE)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return load_kernels(request.param)
 

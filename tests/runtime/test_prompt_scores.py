@@ -149,7 +149,7 @@ def test_scores_survive_preemptions_chunks_and_eviction() -> None:
             )
             wanted[request_id] = prompt, max(1, start)
         if draw.random() < 0.2:
-            harness.scheduler.preempt(draw.randint(1, 3))
+            harness.preempt(draw.randint(1, 3))
         harness.step()
     harness.run()
     assert wanted

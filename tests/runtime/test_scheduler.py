@@ -12,7 +12,7 @@ from sapwood.runtime.hints import Hints
 from sapwood.runtime.outputs import FinishReason
 from sapwood.runtime.request import Sequence
 from sapwood.runtime.scheduler import Scheduler
-from tests.runtime.harness import EOS, Harness, token_after
+from tests.runtime.harness import EOS, Harness, PagedStep, token_after
 
 LENGTHS = (100, 300, 1000, 100, 400, 320, 700, 230, 100, 100, 500, 400)
 SHORT_LENGTHS = (4, 12, 6, 3, 5, 7, 6)
@@ -78,7 +78,7 @@ def test_a_prefix_reports_exactly_its_tokens_as_cached(num_shared: int) -> None:
 
 def scripted(script: list[int]):
     """Draws these tokens, by the number generated so far."""
-    return lambda chunk, _: script[chunk.sequence.num_generated]
+    return lambda chunk, _: (*script, *[EOS] * 9)[chunk.sequence.num_generated]
 
 
 @pytest.mark.parametrize("kept", range(1, 8))
@@ -293,7 +293,7 @@ def crowded() -> tuple[Harness, list[str]]:
     short ones."""
     harness = Harness(block_size=4, num_blocks=12, next_token=scripted([EOS]))
     harness.answer([1], 12)
-    harness.core.flush_cache()
+    harness.flush_cache()
     harness.executor._next_token = token_after
     return harness, [harness.add([100 * i + j for j in range(8)], 12) for i in (1, 2, 3)]
 
@@ -387,7 +387,7 @@ def test_answers_are_the_same_cold_warm_chunked_preempted_and_crowded(block_size
             harness.step()
             assert not harness.errors, harness.errors
             if preempt:
-                harness.scheduler.preempt(harness.scheduler.num_running)
+                harness.preempt(harness.scheduler.num_running)
         harness.assert_nothing_held()
         return [harness.finished[i].token_ids for i in ids]
 
@@ -397,7 +397,7 @@ def test_answers_are_the_same_cold_warm_chunked_preempted_and_crowded(block_size
     assert answers(shared) == cold
     assert answers(shared) == cold  # warm
     assert all(shared.finished[i].num_cached_tokens > 0 for i in shared.finished)
-    shared.core.flush_cache()
+    shared.flush_cache()
     assert shared.cache.num_tree_blocks == 0
     assert answers(shared) == cold
     chunked = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
@@ -416,7 +416,7 @@ def test_cached_tokens_stay_below_the_prompt_under_preemption() -> None:
     ids = [harness.add(range(1, 21), 15, ignore_eos=True) for _ in range(6)]
     while harness.core.has_work:
         harness.step()
-        harness.scheduler.preempt(2)
+        harness.preempt(2)
     assert all(harness.finished[i].num_cached_tokens <= 19 for i in ids)
     counters = harness.scheduler.counters
     assert counters.prompt_tokens == 6 * 20
@@ -526,9 +526,9 @@ def test_random_requests_with_random_aborts_leave_nothing_behind(seed: int) -> N
         if live and rng.random() < 0.3:
             harness.abort(live.pop(rng.randrange(len(live))))
         if rng.random() < 0.1:
-            harness.scheduler.preempt(rng.randint(1, 3))
+            harness.preempt(rng.randint(1, 3))
         if rng.random() < 0.05:
-            harness.core.flush_cache()
+            harness.flush_cache()
         if harness.core.has_work:
             harness.step()
         assert not harness.errors, harness.errors
@@ -544,13 +544,13 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
     running = harness.add(range(1, 30))
     harness.step()
 
-    def broken(plan: object) -> list[object]:
+    def broken(plan: object) -> PagedStep:
         raise MemoryError("no memory for this step")
 
-    run, harness.executor.run = harness.executor.run, broken  # type: ignore[method-assign]
+    launch, harness.executor.launch = harness.executor.launch, broken  # type: ignore[method-assign]
     harness.step()
     assert "no memory" in harness.errors.pop(running)
-    harness.executor.run = run  # type: ignore[method-assign]
+    harness.executor.launch = launch  # type: ignore[method-assign]
     assert harness.answer(range(1, 30)).token_ids == good_answer
     assert harness.core.stats().num_quarantines == 1
     assert harness.core.stats().num_finished_by_reason == {"error": 1, "length": 1}

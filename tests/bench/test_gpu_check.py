@@ -1,0 +1,167 @@
+"""The GPU check where there is no GPU: all of it at tiny sizes, and what it makes of failures."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from gpu.engine import busy_share
+from gpu.processes import Outcome, Worker
+from gpu.report import Report, merged_rows
+from gpu.sections import SECTIONS, Scale
+
+ROOT = Path(__file__).parents[2]
+
+# Of ours or of the tests, and not on a machine that has just torch and what comes with it.
+REFUSED = (
+    "pydantic",
+    "fastapi",
+    "httpx",
+    "jinja2",
+    "llguidance",
+    "outlines",
+    "outlines_core",
+    "gguf",
+    "typer",
+    "rich",
+    "pytest",
+    "hypothesis",
+    "jsonschema",
+    "xgrammar",
+)
+
+SITE = """
+import importlib.abc, socket, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {refused!r}:
+            raise ModuleNotFoundError(f"{{name}} is not on such a machine", name=name)
+
+def no_network(self, address):
+    if self.family != socket.AF_UNIX:
+        raise OSError(f"there is no network to reach {{address}}")
+
+sys.meta_path.insert(0, Refuse())
+socket.socket.connect = socket.socket.connect_ex = no_network
+"""
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, dict[str, object]]]:
+    """Exit status and sections of `--dry`, with nothing to import but what is allowed."""
+    folder = tmp_path_factory.mktemp("dry")
+    (folder / "sitecustomize.py").write_text(SITE.format(refused=REFUSED))
+    command = [sys.executable, "bench/gpu_check.py", "--dry", "--out", str(folder / "dry")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (folder / "dry.json").is_file(), done.stderr
+    return done.returncode, json.loads((folder / "dry.json").read_text())["sections"]
+
+
+def test_dry_runs_every_section_with_nothing_beside_what_such_a_machine_has(
+    dry_run: tuple[int, dict[str, dict[str, object]]],
+) -> None:
+    status, sections = dry_run
+    assert set(sections) == {section.name for section in SECTIONS if section.is_default}
+    for name, section in sections.items():
+        assert section["status"] == "complete", f"{name}: {section['errors']}"
+        assert section["rows"], f"{name} has no rows"
+        unmet = [row["name"] for row in section["rows"] if row["is_met"] is False]  # type: ignore[index]
+        assert not unmet, f"{name}: {unmet}"
+    assert status == 0
+
+
+def test_without_a_gpu_the_check_says_so() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "bench/gpu_check.py", "--only", "bandwidth"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "torch sees no GPU" in done.stderr
+
+
+def worker(folder: Path, script: str, seconds: float = 20.0) -> Worker:
+    """A process that writes lines as the script says, in place of running sections."""
+    path = folder / "worker.py"
+    path.write_text(
+        "import json, sys, time\n"
+        "file = open(sys.argv[-1], 'a')\n"
+        "def say(event, **values):\n"
+        "    line = json.dumps({'event': event, 'section': 'decode', **values})\n"
+        "    print(line, file=file, flush=True)\n" + textwrap.dedent(script)
+    )
+    command = [sys.executable, str(path)]
+    return Worker(command, folder, seconds=seconds, environment=os.environ, grace=0.0)
+
+
+BEGIN = "say('facts', facts={'card': 'a card'})\nsay('begin', clocks=None)\n"
+ROW = "say('row', row={'name': 'first', 'figures': {}, 'bar': None, 'is_met': None})\n"
+
+
+def test_what_a_section_found_before_its_process_crashed_is_kept(tmp_path: Path) -> None:
+    script = (
+        BEGIN + ROW + "print('an illegal memory access'); sys.stdout.flush()\nimport os; os.abort()"
+    )
+    (outcome,) = worker(tmp_path, script).outcomes()
+    assert outcome.status == "crashed"
+    assert [row["name"] for row in outcome.rows] == ["first"]
+    assert "an illegal memory access" in (outcome.error or "")
+
+
+def test_a_section_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path) -> None:
+    (outcome,) = worker(tmp_path, BEGIN + ROW + "time.sleep(600)", seconds=3.0).outcomes()
+    assert outcome.status == "timed out"
+    assert len(outcome.rows) == 1
+
+
+def test_a_section_that_raises_has_failed_and_the_next_one_runs(tmp_path: Path) -> None:
+    end = "say('end', error={error!r}, seconds=1.0, clocks=None)\n"
+    script = BEGIN + end.format(error="ValueError: no") + "say('begin', clocks=None)\n"
+    failed, complete = worker(tmp_path, script + ROW + end.format(error=None)).outcomes()
+    assert (failed.status, failed.error) == ("failed", "ValueError: no")
+    assert (complete.status, len(complete.rows)) == ("complete", 1)
+    assert complete.facts == {"card": "a card"}
+
+
+def row(name: str, is_met: bool | None = True, **figures: int) -> dict[str, object]:
+    return {"name": name, "figures": figures, "bar": None, "is_met": is_met}
+
+
+def test_rows_of_several_processes_are_added_up() -> None:
+    merged = merged_rows(
+        [row("a", cases=2, passed=2), row("b"), row("a", False, cases=3, passed=1)]
+    )
+    assert merged == [row("a", False, cases=5, passed=3), row("b")]
+
+
+def test_a_section_that_is_run_again_replaces_itself_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "gpu-h200"
+    first = Report(Scale.FULL, path)
+    assert first.add([Outcome("decode", status="complete", rows=[row("old")])])
+    assert first.add([Outcome("tree", status="complete", rows=[row("kept")])])
+    again = Report(Scale.FULL, path)
+    assert not again.add([Outcome("decode", status="complete", rows=[row("new", False)])])
+    sections = json.loads((tmp_path / "gpu-h200.json").read_text())["sections"]
+    assert [r["name"] for r in sections["decode"]["rows"]] == ["new"]
+    assert [r["name"] for r in sections["tree"]["rows"]] == ["kept"]
+    assert "**no**" in (tmp_path / "gpu-h200.md").read_text()
+
+
+def test_a_section_that_did_not_end_is_not_good(tmp_path: Path) -> None:
+    report = Report(Scale.FULL, tmp_path / "gpu-h200")
+    crashed = Outcome("decode", status="crashed", error="it broke", rows=[row("met")])
+    assert not report.add([crashed])
+    assert "it broke" in report.markdown
+
+
+def test_overlapping_work_of_the_device_counts_once() -> None:
+    assert busy_share([(0.0, 4.0), (2.0, 6.0), (8.0, 10.0)]) == pytest.approx(0.8)
+    assert busy_share([]) is None
