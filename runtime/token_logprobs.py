@@ -38,11 +38,11 @@ def score(logits: Tensor, next_token_ids: TokenIds, num_top: int) -> Scored:
 
     The same numbers, bit for bit, as sampling tells of a token that it draws from such a row. The
     logits are left as they are; beside them 16 MiB are in use at a time. Does not wait for the
-    device. There is at least one row.
+    device.
     """
     following = send({"next": next_token_ids.astype(np.int64)}, logits.device)["next"]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for part in slices(len(logits), logits.shape[1]):
+    for part in [*slices(len(logits), logits.shape[1])] or [slice(0)]:
         of_all = _log_softmax(logits[part])
         top = _top(of_all, num_top)
         own = of_all.gather(1, following[part, None])[:, 0]

@@ -28,7 +28,9 @@ def chunk_of(start: int, length: int, num_logits: int, block_size: int, seed: in
 
 def plan_of(chunks: list[Chunk], block_size: int) -> StepPlan:
     attention = SimpleNamespace(num_rows=sum(chunk.length for chunk in chunks))
-    return StepPlan(chunks=tuple(chunks), copies=(), attention=cast(AttentionPlan, attention))
+    return StepPlan(
+        number=1, chunks=tuple(chunks), copies=(), attention=cast(AttentionPlan, attention)
+    )
 
 
 def rows_of(chunk: Chunk, block_size: int) -> list[tuple[int, int, int]]:

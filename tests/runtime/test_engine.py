@@ -27,8 +27,7 @@ from sapwood.radix import Lease, PrefixCache
 from sapwood.runtime.core import StepInFlight
 from sapwood.runtime.engine_base import EngineBase
 from sapwood.runtime.model_runner import ModelRunner
-from sapwood.runtime.request import SampledToken
-from sapwood.runtime.sampler import sample
+from sapwood.runtime.sampler import Drawn, draw
 from sapwood.runtime.sampling_row import SamplingRow
 from sapwood.runtime.step_plan import StepPlan
 from sapwood.runtime.token_masks import TokenMasks
@@ -419,13 +418,13 @@ def test_a_request_without_finite_logits_fails_alone(
 
     def poisoned(
         logits: torch.Tensor, rows: list[SamplingRow], masks: TokenMasks, kernels: Kernels
-    ) -> list[SampledToken]:
+    ) -> Drawn:
         for index, row in enumerate(rows):
             if row.params.top_k == 7 and row.position > 8:
                 logits[index, 3] = torch.nan
-        return sample(logits, rows, masks, kernels)
+        return draw(logits, rows, masks, kernels)
 
-    monkeypatch.setattr("sapwood.runtime.model_runner.sample", poisoned)
+    monkeypatch.setattr("sapwood.runtime.model_runner.draw", poisoned)
     results: dict[str, object] = {}
 
     def call(name: str, prompt: str, sampling: SamplingParams) -> None:
