@@ -178,9 +178,7 @@ class BoundedProcess:
 
 
 def _ended() -> WorkError:
-    return WorkError(
-        Outcome.ENDED, "the process that works on it was ended from outside; send it again"
-    )
+    return WorkError(Outcome.ENDED, "the process that works on it was ended from outside")
 
 
 class _Child:

@@ -27,7 +27,10 @@ def grammar_error(error: WorkError, backend: str) -> GrammarError:
                 f"{backend} could not compile the constraint: {error}; make it smaller (fewer "
                 "alternatives, shorter repetitions) or choose another backend"
             )
-    return GrammarError(f"{backend} could not compile the constraint: {error}")
+    return GrammarError(
+        f"{backend} could not compile the constraint: {error}; send it again, or choose another "
+        "backend"
+    )
 
 
 def kind_refused(

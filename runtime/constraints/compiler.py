@@ -16,6 +16,7 @@ from functools import partial
 from sapwood.runtime.config import ConstraintOptions
 from sapwood.runtime.constraints.backends import Backends
 from sapwood.runtime.constraints.bounded_cache import BoundedCache
+from sapwood.runtime.constraints.bounded_process import WorkError
 from sapwood.runtime.constraints.compile_line import CompileLine
 from sapwood.runtime.constraints.futures import all_of
 from sapwood.runtime.constraints.interface import Grammar, GrammarError, Matcher
@@ -405,8 +406,9 @@ def _failure_of(error: BaseException, backend: str) -> _Failure:
                 code="constraint_backend_not_installed",
             )
     logger.error("the constraint backend %s failed", backend, exc_info=error)
+    reason = str(error) if isinstance(error, WorkError) else repr(error)
     return _Failure(
-        f"the constraint backend {backend!r} failed on this constraint: {error!r}; send it again, "
+        f"the constraint backend {backend!r} failed on this constraint: {reason}; send it again, "
         "or choose another backend"
     )
 

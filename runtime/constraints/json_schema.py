@@ -12,10 +12,10 @@ from sapwood.runtime.constraints.interface import GrammarError
 from sapwood.runtime.constraints.schema_graph import settled
 from sapwood.runtime.constraints.schema_reader import SchemaReader
 from sapwood.runtime.constraints.spec import ConstraintSpec, Whitespace
+from sapwood.runtime.constraints.whitespace_pattern import json_whitespace
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # objects and lists within each other
-MAX_WHITESPACE_PATTERN = 200
 
 # At most eight characters between two tokens: enough for a line break and its indentation, and no
 # model can write whitespace until its tokens are used up.
@@ -78,7 +78,7 @@ def _no_json_number(name: str) -> None:
 def _whitespace_options(spec: ConstraintSpec) -> Mapping[str, Any]:
     """In llguidance's words: a pattern is for each place where JSON may have whitespace."""
     if spec.whitespace_pattern is not None:
-        return {"whitespace_pattern": spec.whitespace_pattern}
+        return {"whitespace_pattern": json_whitespace(spec.whitespace_pattern)}
     match spec.whitespace:
         case Whitespace.BOUNDED:
             return {"whitespace_pattern": _BOUNDED}

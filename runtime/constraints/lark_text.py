@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.limits import LongNumberError, json_integer
 
 # llguidance's reader is recursive: it goes down through brackets and from rule to rule, and needs
 # 2 kB of stack for each.
@@ -113,6 +114,8 @@ def _outside_json(text: str) -> Iterator[re.Match[str]]:
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
     try:
-        return json.JSONDecoder().raw_decode(text, at)
+        return json.JSONDecoder(parse_int=json_integer).raw_decode(text, at)
+    except LongNumberError as error:
+        raise GrammarError(f"the JSON in the grammar has {error}") from error
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON in the grammar cannot be read: {error}") from error

@@ -8,11 +8,13 @@ from typing import Any
 
 from sapwood.runtime.constraints import BACKENDS
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
+from sapwood.runtime.constraints.whitespace_pattern import is_of_whitespace
 
 MAX_SCHEMA_BYTES = 256 * 1024  # of a JSON schema, a list of choices or a structural tag
 MAX_GRAMMAR_BYTES = 64 * 1024  # of a regular expression or a grammar
 MAX_CHOICES = 10_000
 MAX_JSON_DEPTH = 128  # levels of brackets; an object in an object takes two of a schema's
+MAX_NUMBER_DIGITS = 4300  # of an integer in JSON; Python reads no longer ones
 MAX_WHITESPACE_PATTERN_LENGTH = 256  # characters
 
 JSON_KINDS = frozenset(
@@ -20,6 +22,21 @@ JSON_KINDS = frozenset(
 )
 # Those in whose answers whitespace can be told apart from text.
 WHITESPACE_KINDS = frozenset({ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG})
+
+
+class LongNumberError(ValueError):
+    """A number in JSON with more digits than are taken: the fact, the limit and the way out."""
+
+
+def json_integer(text: str) -> int:
+    """An integer as a JSON parser's `parse_int` reads it. Raises LongNumberError."""
+    num_digits = len(text.removeprefix("-"))
+    if num_digits > MAX_NUMBER_DIGITS:
+        raise LongNumberError(
+            f"a number of {num_digits} digits, at most {MAX_NUMBER_DIGITS} are taken; write it "
+            "with fewer, or leave it out"
+        )
+    return int(text)
 
 
 def fault_of(spec: ConstraintSpec) -> str | None:
@@ -58,6 +75,11 @@ def _fault_of_whitespace_pattern(spec: ConstraintSpec) -> str | None:
             f"has a whitespace_pattern of {len(pattern)} characters; at most "
             f"{MAX_WHITESPACE_PATTERN_LENGTH} are taken"
         )
+    if not is_of_whitespace(pattern):
+        return (
+            "has a whitespace_pattern that is not of JSON's whitespace alone; write it with "
+            "spaces, \\t, \\n and \\r (\\s is any of them), such as [ \\n]{0,8}"
+        )
     return None
 
 
@@ -77,7 +99,9 @@ def _fault_of_text(spec: ConstraintSpec) -> str | None:
     if spec.kind not in JSON_KINDS:
         return None
     try:
-        value = json.loads(spec.text, parse_constant=_refuse_constant)
+        value = json.loads(spec.text, parse_constant=_refuse_constant, parse_int=json_integer)
+    except LongNumberError as error:
+        return f"has {error}"
     except (ValueError, RecursionError) as error:
         return f"is not valid JSON: {str(error)[:100]}"
     if "\\u" in spec.text and _utf8_len(json.dumps(value, ensure_ascii=False)) is None:

@@ -13,6 +13,7 @@ from sapwood.runtime.constraints import lark_text, regex_text
 from sapwood.runtime.constraints.choices import read_choices
 from sapwood.runtime.constraints.interface import GrammarError, Vocabulary
 from sapwood.runtime.constraints.json_schema import json_grammar, parsed_json
+from sapwood.runtime.constraints.lark_endings import refuse_endless
 from sapwood.runtime.constraints.limits import MAX_GRAMMAR_BYTES
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec
 
@@ -67,10 +68,13 @@ def llguidance_text(spec: ConstraintSpec, special: SpecialTokens) -> LlguidanceT
             text = lark_text.with_json_rewritten(
                 spec.text, lambda schema: json_grammar(schema, spec)
             )
+            refuse_endless(text)
             return _lark_grammar(text, special)
         case ConstraintKind.EBNF:
             _check_size(spec.text, "grammar")
-            return _lark_grammar(lark_text.from_gbnf(spec.text), special)
+            text = lark_text.from_gbnf(spec.text)
+            refuse_endless(text)
+            return _lark_grammar(text, special)
         case ConstraintKind.STRUCTURAL_TAG:
             return _lark_grammar(_structural_tag(spec, special), special)
 

@@ -22,6 +22,7 @@ from sapwood.runtime.constraints.schema_text import read_schema
 from sapwood.runtime.constraints.spec import ConstraintKind, ConstraintSpec, Whitespace
 from sapwood.runtime.constraints.token_automaton import AutomatonGrammar, TokenAutomaton
 from sapwood.runtime.constraints.token_table import TokenTable
+from sapwood.runtime.constraints.whitespace_pattern import json_whitespace
 
 _KINDS = (ConstraintKind.REGEX, ConstraintKind.CHOICE, ConstraintKind.JSON_SCHEMA)
 _BOUNDED = "[ ]?"  # each character more multiplies the states
@@ -92,7 +93,7 @@ def _literal(choice: str) -> str:
 
 def _whitespace_pattern(spec: ConstraintSpec) -> str:
     if spec.whitespace_pattern is not None:
-        return spec.whitespace_pattern
+        return json_whitespace(spec.whitespace_pattern)
     match spec.whitespace:
         case Whitespace.BOUNDED:
             return _BOUNDED

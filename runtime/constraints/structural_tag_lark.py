@@ -13,6 +13,7 @@ from typing import Any
 from sapwood.runtime.constraints import lark_text
 from sapwood.runtime.constraints.argument_styles import SELF, python_arguments, qwen_xml_arguments
 from sapwood.runtime.constraints.interface import GrammarError
+from sapwood.runtime.constraints.lark_endings import refuse_endless
 from sapwood.runtime.constraints.notation import notation_of
 from sapwood.runtime.constraints.regex_text import python_to_rust
 from sapwood.runtime.constraints.spec import ConstraintKind
@@ -191,14 +192,16 @@ class LarkWriter:
         """The grammar of an element in Lark, whichever notation it is in."""
         match notation_of(node.grammar):
             case ConstraintKind.LARK:
-                return lark_text.with_json_rewritten(node.grammar, self._json_schema)
+                text = lark_text.with_json_rewritten(node.grammar, self._json_schema)
             case ConstraintKind.EBNF:
-                return lark_text.from_gbnf(node.grammar)
+                text = lark_text.from_gbnf(node.grammar)
             case _:
                 raise GrammarError(
                     f"{node.where}.grammar has no rule in Lark's notation (name: ...) and none in "
                     "EBNF (name ::= ...); write it in one of them"
                 )
+        refuse_endless(text)
+        return text
 
     def _schema(self, node: Schema) -> str:
         if node.style == "python":

@@ -227,6 +227,7 @@ WRONG_OPENAI = [
     ({"regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ({"guided_json": {}, "guided_whitespace_pattern": " " * 257}, "guided_json"),
+    ({"guided_json": {}, "guided_whitespace_pattern": ".*"}, "guided_json"),
     (
         {OUTPUTS: {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}},
         "structured_outputs.whitespace_pattern",
@@ -337,6 +338,14 @@ async def test_the_engines_refusal_names_the_callers_field(
     told = error(await client.post(path, json=body(path, **fields)))
     assert told["param"] == param
     assert told["message"] == f"the {param.rpartition('.')[2]} has an unknown keyword 'constraints'"
+
+
+async def test_a_long_number_is_refused_in_our_own_words(client: Any) -> None:
+    schema = '{"const": ' + "9" * 5000 + "}"
+    told = error(await client.post(CHAT, json=body(CHAT, json_schema=schema)))
+    assert told["param"] == "json_schema"
+    assert "a number of 5000 digits, at most 4300 are taken; write it with fewer" in told["message"]
+    assert "sys." not in told["message"]
 
 
 async def test_of_a_batch_with_several_fields_the_options_are_named(connect: Any) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sapwood.runtime.config import ConstraintOptions
 from sapwood.runtime.constraints.backends import Backends
+from sapwood.runtime.constraints.bounded_process import Outcome, WorkError
 from sapwood.runtime.constraints.compiler import ConstraintCompiler
 from sapwood.runtime.constraints.interface import GrammarError, TokenMask, Vocabulary
 from sapwood.runtime.constraints.spec import ConstraintSpec
@@ -89,6 +90,8 @@ class FakeBackend:
             raise GrammarError("a keyword is not enforced; leave it out", keyword="not")
         if "panic" in spec.text:
             raise Panic("index out of bounds")
+        if "killed" in spec.text:
+            raise WorkError(Outcome.ENDED, "the process that works on it was ended from outside")
         return FakeGrammar(spec.text)
 
     def release(self, text: str) -> None:

@@ -164,6 +164,15 @@ def test_a_backend_that_fails_harms_its_own_request_only(
     assert bench.compiler.stats().num_failures == 5
 
 
+def test_who_waits_for_a_process_that_is_killed_is_told_in_a_sentence_to_send_it_again(
+    bench: Bench,
+) -> None:
+    error = error_of(bench.ask("killed"))
+    assert isinstance(error, EngineError)
+    assert "was ended from outside; send it again, or choose another backend" in str(error)
+    assert "Error" not in str(error)
+
+
 def test_a_failure_is_not_remembered(bench: Bench) -> None:
     error_of(bench.ask("panic"))
     error_of(bench.ask("panic"))

@@ -295,6 +295,10 @@ def test_json_in_a_lark_grammar_is_checked_like_any_other() -> None:
         (ConstraintKind.LARK, "start: " + "(" * 100 + '"a"' + ")" * 100, "deeper than 64"),
         (ConstraintKind.LARK, "start: a" + "\na: a | b" * 3000, "2000 rules"),
         (ConstraintKind.LARK, "start: %json {", "JSON in the grammar"),
+        (ConstraintKind.LARK, "start: %json " + "9" * 4301, "number of 4301 digits, at most 4300"),
+        (ConstraintKind.LARK, 'start: "a" start', "never ends"),
+        (ConstraintKind.LARK, 'start: %json {"const": 1} start', "never ends"),
+        (ConstraintKind.EBNF, 'root ::= "a" root', "never ends"),
         (ConstraintKind.EBNF, 'root ::= "a', "is not GBNF"),
         (ConstraintKind.EBNF, 'other ::= "a"', "is not GBNF"),
         (ConstraintKind.REGEX, "a" * 70_000, "at most 65536"),
@@ -347,6 +351,14 @@ def test_a_whitespace_pattern_replaces_the_rule() -> None:
     grammar = language(whitespace=Whitespace.COMPACT, whitespace_pattern=" ?")
     assert accepts(grammar, '{"name": "a","age": 1}')
     assert not accepts(grammar, '{"name":  "a","age":1}')
+
+
+def test_a_whitespace_patterns_class_of_spaces_has_those_of_json() -> None:
+    grammar = language(whitespace_pattern=r"\s")
+    for char in " \t\n\r":
+        assert accepts(grammar, '{_"name"_:_"a"_,_"age"_:_1_}'.replace("_", char))
+    for char in "\f\v\u00a0\u2028":
+        assert not accepts(grammar, '{_"name"_:_"a"_,_"age"_:_1_}'.replace("_", char))
 
 
 # ---- bounds

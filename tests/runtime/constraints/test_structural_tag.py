@@ -265,6 +265,8 @@ def test_a_wrong_element_is_refused_by_its_place(element: Any, place: str) -> No
         ({"type": "star", "content": ANY}, "never ends"),
         ({**TRIGGERED, "tags": [tag("<a>", ANY, ""), B_TAG]}, "give the tag an end"),
         ({"type": "grammar", "grammar": "what is this"}, "no rule in Lark"),
+        ({"type": "grammar", "grammar": 'start: "a" start'}, "never ends"),
+        ({"type": "grammar", "grammar": 'root ::= "a" root'}, "never ends"),
     ],
 )
 def test_free_text_that_nothing_ends_is_refused(walker: Walker, element: Any, what: str) -> None:
