@@ -22,6 +22,7 @@ class ModelShape:
     rotary_dim: int
     has_head_norms: bool = False
     has_post_norms: bool = False
+    has_score_cap: bool = False
     is_gelu: bool = False
 
 
@@ -91,6 +92,7 @@ MODEL_SHAPES = (
         head_dim=256,
         rotary_dim=256,
         has_post_norms=True,
+        has_score_cap=True,
         is_gelu=True,
     ),
 )

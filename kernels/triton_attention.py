@@ -28,6 +28,8 @@ What is reasoned, and to be measured on a device:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,9 +38,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sapwood.kernels.interface import KVCache
+from sapwood.kernels.interface import QUANTIZED_KV_DTYPES, KVCache
+from sapwood.kernels.kernel_form import NUM_STAGES
+from sapwood.kernels.model_shapes import MODEL_SHAPES, ModelShape
+from sapwood.kernels.specialization import Specialization
 from sapwood.kernels.tile_packing import WindowSections
 from sapwood.kernels.tile_shapes import TileShape
+from sapwood.kernels.tuning import TABLES, TuningTable, parse_table
 
 NUM_SCRATCH_BLOCKS = 1
 """Blocks behind those of a spec that belong to nobody: padded rows of a CUDA graph write there."""
@@ -51,6 +57,14 @@ _MERGED_PARTIALS = 8
 _MERGE_WARPS = 1
 _TRITON_DTYPES = MappingProxyType(
     {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+)
+_TYPE_NAMES = MappingProxyType(  # Triton's; e4m3 is loaded as bytes
+    {
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.int8: "i8",
+        torch.float8_e4m3fn: "u8",
+    }
 )
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -507,3 +521,85 @@ def _merge_constants(head_dim: int, num_heads: int, *, has_sinks: bool) -> dict[
 def _padded(head_dim: int) -> int:
     """The next power of two that matrix instructions take."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def specializations() -> Iterator[Specialization]:
+    """The forms that MODEL_SHAPES are launched in, with the tiles of every tuning table.
+
+    Gemma's layers cap scores, half of them within a window.
+    """
+    for path in sorted(TABLES.glob("*.json")):
+        table = parse_table(path.read_text(encoding="utf-8"), path.name)
+        for shape, dtype in product(MODEL_SHAPES, (torch.bfloat16, torch.float16)):
+            for kept in (dtype, *QUANTIZED_KV_DTYPES):
+                yield from _tile_specializations(table, shape, dtype, kept)
+    for shape, dtype in product(MODEL_SHAPES, (torch.bfloat16, torch.float16)):
+        yield _merge_specialization(shape, dtype)
+
+
+def _tile_specializations(
+    table: TuningTable, shape: ModelShape, dtype: torch.dtype, kept: torch.dtype
+) -> Iterator[Specialization]:
+    group_size = shape.num_heads // shape.num_kv_heads
+    shapes = table.tile_shapes(
+        head_dim=shape.head_dim, group_size=group_size, kv_bytes=kept.itemsize
+    )
+    windows = (False, True) if shape.has_score_cap else (False,)
+    tiles = (("narrow", shapes.narrow), ("wide", shapes.wide))
+    for (width, tile), has_window in product(tiles, windows):
+        constants = _tile_constants(
+            tile,
+            head_dim=shape.head_dim,
+            group_size=group_size,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=16,
+            dtype=dtype,
+            kv_dtype=kept,
+            has_window=has_window,
+            has_softcap=shape.has_score_cap,
+            has_sinks=False,
+        )
+        numbers, codes = f"*{_TYPE_NAMES[dtype]}", f"*{_TYPE_NAMES[kept]}"
+        scales = ("key_scales", "value_scales")
+        is_quantized = kept in QUANTIZED_KV_DTYPES
+        yield Specialization(
+            name=f"attend-{width}-{shape.name}-{_TYPE_NAMES[dtype]}-kept-in-{_TYPE_NAMES[kept]}"
+            f"{'-window' if has_window else ''} ({table.gpu})",
+            function=attend_tiles,
+            signature={
+                **dict.fromkeys(("out", "query"), numbers),
+                **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+                **dict.fromkeys(("keys", "values"), codes),
+                **dict.fromkeys(scales if is_quantized else (), "*fp32"),
+                "tables": "*i32",
+                **dict.fromkeys(("count_at", "tiles_at", "block_ids_at"), "i32"),
+                **dict.fromkeys(("rows_at", "positions_at", "first_block", "window"), "i32"),
+                "query_stride": "i32:16",
+                **dict.fromkeys(("score_scale", "softcap"), "fp32"),
+            },
+            constants={
+                **constants,
+                **dict.fromkeys(("sinks", *(() if is_quantized else scales))),
+            },
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+
+def _merge_specialization(shape: ModelShape, dtype: torch.dtype) -> Specialization:
+    constants: dict[str, object] = {
+        **_merge_constants(shape.head_dim, shape.num_heads, has_sinks=False)
+    }
+    return Specialization(
+        name=f"merge-{shape.name}-{_TYPE_NAMES[dtype]}",
+        function=merge_partials,
+        signature={
+            "out": f"*{_TYPE_NAMES[dtype]}",
+            **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+            "tables": "*i32",
+            **dict.fromkeys(("count_at", "rows_at", "offsets_at", "ids_at"), "i32"),
+        },
+        constants={**constants, "sinks": None},
+        num_warps=_MERGE_WARPS,
+        num_stages=NUM_STAGES,
+    )

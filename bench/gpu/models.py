@@ -55,12 +55,12 @@ LLAMA3_8B = parse_model_config(
     }
 )
 TINY_QWEN3 = _config(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    vocab_size=160,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     head_dim=16,
     max_position_embeddings=2048,
     tie_word_embeddings=True,

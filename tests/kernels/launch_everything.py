@@ -76,6 +76,7 @@ def launch(kernels: Kernels, shape: ModelShape, dtype: torch.dtype) -> None:
         head_dim=shape.head_dim,
         dtype=kernels.kv_dtype(dtype, shape.head_dim),
         device=torch.device("cpu"),
+        layer_windows=(None, 40) if shape.has_score_cap else (),
     )
     kv = kernels.make_kv_cache(spec)
     for num_rows in ROW_COUNTS:
@@ -84,8 +85,9 @@ def launch(kernels: Kernels, shape: ModelShape, dtype: torch.dtype) -> None:
             query = launch_writes(kernels, shape, dtype, kv, layer, num_rows)
     kernels.copy_rows(kv, [RowCopy(0, 1, 5), RowCopy(2, 3, 16)])
     prepared = kernels.plan_attention(plan, spec)
+    softcap = 50.0 if shape.has_score_cap else None
     for layer in range(spec.num_layers):
-        kernels.attention(query, kv, layer, prepared, shape.head_dim**-0.5)
+        kernels.attention(query, kv, layer, prepared, shape.head_dim**-0.5, softcap=softcap)
     launch_draws(kernels)
 
 
