@@ -19,6 +19,11 @@ class KernelForm(NamedTuple):
     constants: Mapping[str, int]
     num_warps: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What a launch names beside constants. A product and a sum may be rounded once."""
+        return {"num_warps": self.num_warps, "num_stages": NUM_STAGES, "enable_fp_fusion": True}
+
     def specialization(
         self, name: str, function: JitFunction, signature: Mapping[str, str]
     ) -> Specialization:
@@ -32,3 +37,16 @@ class KernelForm(NamedTuple):
             num_warps=self.num_warps,
             num_stages=NUM_STAGES,
         )
+
+
+# Triton has both, for its compiler: called by the host they take two microseconds each.
+
+
+def num_pieces(size: int, piece: int) -> int:
+    """Of `piece` elements at most that `size` elements are cut into."""
+    return -(-size // piece)
+
+
+def next_power_of_two(size: int) -> int:
+    """The least that is not below `size`, which is positive."""
+    return 1 << (size - 1).bit_length()

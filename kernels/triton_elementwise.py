@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sapwood.kernels.interface import Activation
-from sapwood.kernels.kernel_form import KernelForm
+from sapwood.kernels.kernel_form import KernelForm, next_power_of_two, num_pieces
 from sapwood.kernels.model_shapes import MODEL_SHAPES, ModelShape
 from sapwood.kernels.specialization import Specialization
 
@@ -127,7 +127,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     num_heads = x.shape[1] if has_heads else 1
     num_rows = x.shape[0] * num_heads
     form = _norm_form(x.shape[-1], num_heads, has_residual=residual is not None)
-    _rms_norm[(triton.cdiv(num_rows, form.constants["ROWS"]),)](
+    _rms_norm[(num_pieces(num_rows, form.constants["ROWS"]),)](
         x,
         weight,
         residual,
@@ -137,7 +137,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         x.stride(1) if has_heads else 0,
         eps,
         **form.constants,
-        num_warps=form.num_warps,
+        **form.options,
     )
     return out
 
@@ -148,8 +148,8 @@ def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     form = _activation_form(size, is_gelu=activation is Activation.GELU_TANH)
-    _activate_and_mul[(num_rows, triton.cdiv(size, _ACTIVATION_BLOCK))](
-        gate_up, out, **form.constants, num_warps=form.num_warps
+    _activate_and_mul[(num_rows, num_pieces(size, _ACTIVATION_BLOCK))](
+        gate_up, out, **form.constants, **form.options
     )
     return out
 
@@ -157,7 +157,7 @@ def activate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
 def mask_logits(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
     """`Kernels.mask_logits`."""
     vocab_size = logits.shape[1]
-    _mask_logits[(len(rows), triton.cdiv(vocab_size, 32 * _MASK_WORDS))](
+    _mask_logits[(len(rows), num_pieces(vocab_size, 32 * _MASK_WORDS))](
         logits,
         rows,
         allowed,
@@ -165,7 +165,7 @@ def mask_logits(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
         logits.stride(0),
         allowed.stride(0),
         **_MASK_FORM.constants,
-        num_warps=_MASK_FORM.num_warps,
+        **_MASK_FORM.options,
     )
 
 
@@ -216,7 +216,7 @@ def _norm_specializations(shape: ModelShape, dtype: str) -> Iterator[Specializat
 
 
 def _norm_form(size: int, num_heads: int, *, has_residual: bool) -> KernelForm:
-    block = triton.next_power_of_2(size)
+    block = next_power_of_two(size)
     rows = max(1, _NORM_TILE // block)
     return KernelForm(
         {

@@ -27,7 +27,7 @@ from sapwood.kernels.interface import (
     KVCacheSpec,
     RowCopy,
 )
-from sapwood.kernels.kernel_form import KernelForm
+from sapwood.kernels.kernel_form import KernelForm, next_power_of_two
 from sapwood.kernels.model_shapes import MODEL_SHAPES, ModelShape
 from sapwood.kernels.specialization import Specialization
 
@@ -304,7 +304,7 @@ def rotary_and_write(
         layer * kv.keys.shape[1],
         0.0 if norms is None else norms.eps,
         **form.constants,
-        num_warps=form.num_warps,
+        **form.options,
     )
     return query
 
@@ -319,7 +319,7 @@ def rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         *(heads, cos, sin, None, None, turned, None, None, None, None, None),
         *(heads.stride(0), 0, 0.0),
         **form.constants,
-        num_warps=form.num_warps,
+        **form.options,
     )
     return turned
 
@@ -337,7 +337,7 @@ def write_kv(kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor)
         value.stride(0),
         layer * kv.keys.shape[1],
         **form.constants,
-        num_warps=form.num_warps,
+        **form.options,
     )
 
 
@@ -534,7 +534,7 @@ def _copy_form(spec: KVCacheSpec, row_words: int) -> KernelForm:
             "NUM_KV_HEADS": spec.num_kv_heads,
             "BLOCK_SIZE": spec.block_size,
             "ROW_WORDS": row_words,
-            "BLOCK": min(_COPY_BLOCK, triton.next_power_of_2(run_words)),
+            "BLOCK": min(_COPY_BLOCK, next_power_of_two(run_words)),
         },
         num_warps=4,
     )
@@ -554,7 +554,7 @@ class _Tile(NamedTuple):
 
 def _tile(num_heads: int, head_dim: int) -> _Tile:
     """For groups of `num_heads` heads, each of which is cut into whole tiles."""
-    dims: int = triton.next_power_of_2(head_dim)
+    dims = next_power_of_two(head_dim)
     largest_divisor = num_heads & -num_heads  # that is a power of two
     return _Tile(min(largest_divisor, max(1, _TILE_ELEMENTS // dims)), dims)
 
@@ -612,7 +612,7 @@ def _copy(
             target.layer_stride,
             target.block_stride,
             **form.constants,
-            num_warps=form.num_warps,
+            **form.options,
         )
 
 
