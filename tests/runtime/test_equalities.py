@@ -107,8 +107,8 @@ def check_all(
         chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
         with Engine(model, block_size=block_size, **chunked, **options) as engine:
             assert compared(answers(engine, prompts, max_tokens)) == expected, "chunked"
-        tight = {"num_kv_blocks": -(-longest // block_size), **options}
-        with Engine(model, block_size=block_size, **{**options, **tight}) as engine:
+        tight = {**options, "kv_cache_memory": None, "num_kv_blocks": -(-longest // block_size)}
+        with Engine(model, block_size=block_size, **tight) as engine:
             assert compared(answers(engine, prompts, max_tokens)) == expected, "tight pool"
             assert_nothing_held(engine)
 
