@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from sapwood import Engine, RequestOutput, SamplingParams
-from sapwood.kernels import load_kernels
 from sapwood.kernels.cpu import CpuKernels
-from sapwood.kernels.interface import QUANTIZED_KV_DTYPES, KVCache, RowCopy
+from sapwood.kernels.interface import KVCache, RowCopy
 from sapwood.kernels.native import load
-from sapwood.runtime import build
 from sapwood.runtime.models import MODELS
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.step_plan import StepPlan
@@ -107,8 +105,8 @@ def check_all(
         chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
         with Engine(model, block_size=block_size, **chunked, **options) as engine:
             assert compared(answers(engine, prompts, max_tokens)) == expected, "chunked"
-        tight = {**options, "kv_cache_memory": None, "num_kv_blocks": -(-longest // block_size)}
-        with Engine(model, block_size=block_size, **tight) as engine:
+        tight = {"num_kv_blocks": -(-longest // block_size), "kv_cache_memory": None}
+        with Engine(model, block_size=block_size, **{**options, **tight}) as engine:
             assert compared(answers(engine, prompts, max_tokens)) == expected, "tight pool"
             assert_nothing_held(engine)
 
@@ -148,15 +146,11 @@ def test_on_a_tiny_model(tiny_model: Path, quantize: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", QUANTIZED_KV_DTYPES, ids=str)
-def test_with_keys_and_values_in_a_byte(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(build, "load_kernels", lambda name: load_kernels(name).with_kv_dtype(dtype))
-    with Engine(str(tiny_model), num_kv_blocks=2) as engine:
-        assert engine.info.kv_dtype == str(dtype).removeprefix("torch.")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_with_keys_and_values_in_a_byte(tiny_model: Path, kv_dtype: str) -> None:
     texts = [stem + end for stem in STEMS[:2] for end in (" and then", "")]
-    check_all(str(tiny_model), texts, 6, ids_of, block_sizes=(16,), kv_cache_memory=2**22)
+    options = {"kv_dtype": kv_dtype, "kv_cache_memory": 2**22}
+    check_all(str(tiny_model), texts, 6, ids_of, block_sizes=(16,), **options)
 
 
 @pytest.fixture(params=ARCHITECTURES)
