@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,6 +57,16 @@ def test_tokens_are_the_same_however_the_work_is_cut(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_are_the_oracles_to_the_bit(name: str, seed: int) -> None:
     check(seed, 16, SHAPES[name])
+
+
+@pytest.mark.parametrize("capacity", [64, 512])
+def test_equal_tokens_are_counted_across_blocks(capacity: int) -> None:
+    shape = replace(SMALL, capacity=capacity)
+    logits = torch.zeros(3, 300)
+    logits[:, 299] = 1.0  # in a block of which no other token is kept
+    total = 150 + math.e
+    draws = [Draw(top_k=151, noise=noise) for noise in (100.5 / total, 149.5 / total, 0.999)]
+    assert tokens_of(logits, draws, shape) == [100, 149, 299]
 
 
 def test_bins_that_fall_short_are_not_believed() -> None:
