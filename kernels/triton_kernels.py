@@ -259,6 +259,8 @@ class TritonKernels:
                 f"{query.shape[1]} query heads for {spec.num_kv_heads} key-value heads, the plan "
                 f"is for groups of {spec.group_size}; set group_size in the cache's spec"
             )
+        if scale <= 0.0:
+            raise ValueError(f"the scale of scores is {scale}, it must be positive")
         if query.stride(2) != 1 or query.stride(1) != spec.head_dim:
             query = query.contiguous()
         sections = prepared.sections[spec.window(layer)]

@@ -9,19 +9,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 from gpu.context import Context
 from gpu.engines import BenchEngine, EngineShape, Prompt, give_back_memory, random_prompt
 from gpu.models import LLAMA3_8B, QWEN3_0_6B, QWEN3_8B, TINY_QWEN3
 from gpu.sections import Row, Scale
+from gpu.steps import BLOCK_SIZE
+from sapwood.runtime.config import CacheOptions
+from sapwood.runtime.cuda_graphs import CudaGraphRecorder, GraphPlan, graph_row_counts
+from sapwood.runtime.memory_trial import CudaMeter, StepLimits
 from sapwood.runtime.model_config import ModelConfig
+from sapwood.runtime.placement import place_on_gpu
 from sapwood.runtime.weights import LoadedModel, load_model
 
 MAX_SECONDS = 36.9  # SGLang with its Triton backend on an H200; 30.9 with FlashInfer's
 MIN_TOKENS_PER_SECOND = 23_000.0
 MIN_BUSY_SHARE = 0.95
 MAX_NUM_SEQS = 256
-PROFILED_STEPS = 24
+MEMORY_FRACTION = 0.9
 SECONDS_FOR_ALL_GROUPS = 150.0  # left, so that all groups are also run without the tree
 
 
@@ -55,6 +62,8 @@ def engine(context: Context) -> Iterator[Row]:
     yield from _equal_requests(context)
     yield from _random_requests(context)
     yield from _groups(context)
+    if context.is_full:
+        yield _sizing(context)
 
 
 def _equal_requests(context: Context) -> Iterator[Row]:
@@ -74,8 +83,7 @@ def _equal_requests(context: Context) -> Iterator[Row]:
         bar=f"<= {MAX_SECONDS} s" if is_judged else None,
         is_met=measured.seconds <= MAX_SECONDS if is_judged else None,
     )
-    if context.device.type == "cuda":
-        yield _busy_row(context, running, vocab_size)
+    yield _busy_row(context, "Qwen3-8B", running, vocab_size, is_judged=True)
     del running
     give_back_memory(context.device)
     if context.is_dry or (context.is_full and context.seconds_left < 120):
@@ -107,13 +115,8 @@ def _random_requests(context: Context) -> Iterator[Row]:
         bar=f">= {MIN_TOKENS_PER_SECOND:,.0f} output tok/s" if is_judged else None,
         is_met=measured.tokens_per_second >= MIN_TOKENS_PER_SECOND if is_judged else None,
     )
-    if context.device.type == "cuda":
-        yield replace(
-            _busy_row(context, running, loaded.config.vocab_size),
-            name="Qwen3-0.6B: decoding 256 rows",
-            bar=None,
-            is_met=None,
-        )
+    if not context.is_dry:
+        yield _busy_row(context, "Qwen3-0.6B", running, loaded.config.vocab_size, is_judged=False)
     del running, loaded
     give_back_memory(context.device)
 
@@ -156,6 +159,47 @@ def _groups(context: Context) -> Iterator[Row]:
         )
         del running
         give_back_memory(context.device)
+
+
+def _sizing(context: Context) -> Row:
+    """A cache that takes what steps and graphs leave of the card, as engines size theirs."""
+    meter = CudaMeter(context.device)
+    free_at_first = meter.look().free
+    loaded = _load(context, QWEN3_0_6B)
+    vocab_size, max_model_len = loaded.config.vocab_size, 4096
+    placed = place_on_gpu(
+        loaded.model,
+        context.kernels,
+        CacheOptions(memory_fraction=MEMORY_FRACTION),
+        StepLimits(
+            num_rows=8192,
+            num_draws=MAX_NUM_SEQS,
+            max_context_len=max_model_len,
+            block_size=BLOCK_SIZE,
+        ),
+        meter=meter,
+        free_at_first=free_at_first,
+        graphs=GraphPlan(
+            row_counts=graph_row_counts(MAX_NUM_SEQS),
+            vocab_size=vocab_size,
+            max_context_len=max_model_len,
+            recorder=CudaGraphRecorder(context.device),
+            at_start=True,
+        ),
+    )
+    left = meter.look()
+    kv_bytes = placed.kv.spec.num_bytes
+    return Row(
+        name="Qwen3-0.6B: a cache sized by memory_fraction",
+        figures={
+            "memory GiB": left.total / 2**30,
+            "cache GiB": kv_bytes / 2**30,
+            "cache tokens": placed.kv.spec.num_slots,
+            "left GiB": left.free / 2**30,
+        },
+        bar="some is left",
+        is_met=left.free > 0,
+    )
 
 
 def _sizes(
@@ -230,16 +274,13 @@ def _measure(running: BenchEngine, prompts: Sequence[Prompt]) -> Measured:
 def _decoding(context: Context, running: BenchEngine, vocab_size: int) -> int:
     """Bring an engine to where all its rows decode; how many there are."""
     rng = np.random.default_rng(8)
-    count, length = _sizes(context, (256, 512), (8, 32), (3, 8))
-    prompts = [
-        random_prompt(rng, vocab_size, length, 4 * PROFILED_STEPS if context.is_full else 12)
-        for _ in range(count)
-    ]
+    count, length, num_generated = _sizes(context, (256, 512, 96), (8, 32, 12), (2, 4, 6))
+    prompts = [random_prompt(rng, vocab_size, length, num_generated) for _ in range(count)]
     for prompt in prompts:
         running.submit(prompt)
-    num_begun: set[str] = set()
-    while len(num_begun) < count:
-        num_begun |= running.step().keys()
+    begun: set[str] = set()
+    while len(begun) < count:
+        begun |= running.step().keys()
     running.step()
     return count
 
@@ -253,11 +294,7 @@ def _finish(running: BenchEngine) -> None:
 def _decode_row(context: Context, name: str, running: BenchEngine, vocab_size: int) -> Row:
     """Steps of decoding alone, by the clock of the host."""
     num_rows = _decoding(context, running, vocab_size)
-    num_steps = PROFILED_STEPS if context.is_full else 3
-    started = time.perf_counter()
-    for _ in range(num_steps):
-        running.step()
-    seconds = (time.perf_counter() - started) / num_steps
+    seconds = _seconds_per_step(context, running)
     _finish(running)
     return Row(
         name=f"Qwen3-8B: decoding {num_rows} rows, {name}",
@@ -265,37 +302,52 @@ def _decode_row(context: Context, name: str, running: BenchEngine, vocab_size: i
     )
 
 
-def _busy_row(context: Context, running: BenchEngine, vocab_size: int) -> Row:
-    """The share of time in which a kernel or a copy runs while all rows decode."""
+def _busy_row(
+    context: Context, model: str, running: BenchEngine, vocab_size: int, *, is_judged: bool
+) -> Row:
+    """The share of time in which a kernel or a copy runs while all rows decode, as the profiler
+    sees it, and the time of a step without the profiler."""
     num_rows = _decoding(context, running, vocab_size)
-    num_steps = PROFILED_STEPS if context.is_full else 3
-    started = time.perf_counter()
-    for _ in range(num_steps):
-        running.step()
-    seconds = (time.perf_counter() - started) / num_steps
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(num_steps):
+    seconds = _seconds_per_step(context, running)
+    activity, device_type = ProfilerActivity.CUDA, DeviceType.CUDA
+    if context.is_dry:
+        activity, device_type = ProfilerActivity.CPU, DeviceType.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(_num_profiled_steps(context)):
             running.step()
-        torch.cuda.synchronize()
+        if not context.is_dry:
+            torch.cuda.synchronize()
     share = busy_share(
         [
             (event.time_range.start, event.time_range.end)
             for event in profile.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA
+            if event.device_type == device_type
         ]
     )
     _finish(running)
-    is_judged = context.is_full and share is not None
+    is_judged = is_judged and context.is_full
     return Row(
-        name=f"Qwen3-8B: decoding {num_rows} rows",
+        name=f"{model}: decoding {num_rows} rows",
         figures={
             "ms a step": seconds * 1e3,
             "% GPU busy": share * 100 if share is not None else None,
         },
         bar=f">= {MIN_BUSY_SHARE:.0%} busy" if is_judged else None,
-        is_met=share >= MIN_BUSY_SHARE if is_judged and share is not None else None,
+        is_met=share is not None and share >= MIN_BUSY_SHARE if is_judged else None,
     )
+
+
+def _seconds_per_step(context: Context, running: BenchEngine) -> float:
+    """By the host's clock, whose steps follow the device's."""
+    num_steps = _num_profiled_steps(context)
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        running.step()
+    return (time.perf_counter() - started) / num_steps
+
+
+def _num_profiled_steps(context: Context) -> int:
+    return _sizes(context, (24,), (3,), (1,))[0]
 
 
 def busy_share(intervals: Sequence[tuple[float, float]]) -> float | None:

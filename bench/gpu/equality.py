@@ -68,8 +68,12 @@ def equality(context: Context) -> Iterator[Row]:
 
 
 def _weights(config: ModelConfig) -> Mapping[str, Tensor]:
-    """Random ones that keep the size of what goes through: logits lie apart by about one."""
-    generator = torch.Generator().manual_seed(9)
+    """Random ones that keep the size of what goes through.
+
+    The best two logits of every drawn token lie 7e-4 apart at the least in the full run, and 0.2 in
+    the median (measured on a CPU), where float32 rounds by about 1e-5.
+    """
+    generator = torch.Generator().manual_seed(14)
     shapes = load_model_class(config.model_type).weight_shapes(config)
     return {
         name: torch.randn(shape, generator=generator) / math.sqrt(shape[-1])

@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 REFUSED = (
     "pydantic",
     "fastapi",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "openai",
     "httpx",
     "jinja2",
     "llguidance",
@@ -78,6 +82,22 @@ def test_dry_runs_every_section_with_nothing_beside_what_such_a_machine_has(
         unmet = [row["name"] for row in section["rows"] if row["is_met"] is False]  # type: ignore[index]
         assert not unmet, f"{name}: {unmet}"
     assert status == 0
+
+
+def test_what_is_refused_in_the_dry_run_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(refused=REFUSED))
+    code = (
+        "import importlib, socket\n"
+        f"for name in {REFUSED!r}:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError: continue\n"
+        "    raise SystemExit(name)\n"
+        "try: socket.create_connection(('127.0.0.1', 9))\n"
+        "except OSError as error: assert 'no network' in str(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_without_a_gpu_the_check_says_so() -> None:
