@@ -50,6 +50,9 @@ NUM_SCRATCH_BLOCKS = 1
 """Blocks behind those of a spec that belong to nobody: padded rows of a CUDA graph write there."""
 
 _MIN_ROWS_UNMASKED = 64  # of a tile whose leading keys go through a loop without masks
+# Keys an iteration of the loop with masks behind it, which is short: masks take registers, and of the
+# last iteration on average half is for nothing.
+_MAX_KEYS_BEHIND = 64
 # A program of the merge: numbers of a row, and how many partial results of them are on their way at
 # once. With one warp these are 32 registers of a thread, in loads of 16 bytes.
 _MERGED_NUMBERS = 128
@@ -110,6 +113,7 @@ def attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    MASKED_KEYS: tl.constexpr,
     IS_INT8: tl.constexpr,
     IS_E4M3: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -162,7 +166,6 @@ def attend_tiles(
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    key_of_step = tl.arange(0, KEYS)
     first_offset = first_position % BLOCK_SIZE  # of the first key in its block
     masked_from = 0
     if HAS_UNMASKED:
@@ -171,18 +174,20 @@ def attend_tiles(
     for is_masked in tl.static_range(0 if HAS_UNMASKED else 1, 2):
         begin = masked_from if is_masked else 0
         end = num_keys if is_masked else masked_from
+        step = MASKED_KEYS if is_masked else KEYS
+        key_of_step = tl.arange(0, MASKED_KEYS if is_masked else KEYS)
         next_ids = tl.load(
             block_ids + (first_offset + begin + key_of_step) // BLOCK_SIZE,
             mask=begin + key_of_step < end,
             other=0,
         )
-        for start in tl.range(begin, end, KEYS):
+        for start in tl.range(begin, end, step):
             key = start + key_of_step
             offset = first_offset + key
             is_key = key < end
             block = first_block + next_ids
             next_ids = tl.load(
-                block_ids + (offset + KEYS) // BLOCK_SIZE, mask=key + KEYS < end, other=0
+                block_ids + (offset + step) // BLOCK_SIZE, mask=key + step < end, other=0
             )
             slot = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset % BLOCK_SIZE
             numbers_at = slot.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
@@ -227,6 +232,14 @@ def attend_tiles(
             total = tl.dot(weights, v, total, input_precision=PRECISION)
 
     num_heads = NUM_KV_HEADS * GROUP_SIZE
+    if HAS_UNMASKED:
+        # Wide tiles have no registers left to keep these in while they go through their keys.
+        row_offset = tl.load(tile + 3, volatile=True)
+        num_rows = tl.load(tile + 4, volatile=True)
+        partial = tl.load(tile + 6, volatile=True)
+        is_row = row_of_tile < num_rows
+        is_stored = is_row[:, None] & is_dim[None, :]
+        row = tl.load(tables + rows_at + row_offset + row_of_tile, mask=is_row, other=0)
     if partial < 0:
         if HAS_SINKS:
             sink = tl.load(sinks + query_head).to(tl.float32) * _LOG2_E
@@ -483,6 +496,7 @@ def _tile_constants(
 ) -> dict[str, object]:
     """The constants of `attend_tiles`."""
     # The interpreter has bfloat16 as bits, and products of those are none.
+    has_unmasked = shape.rows >= _MIN_ROWS_UNMASKED
     is_emulated = triton.knobs.runtime.interpret and dtype == torch.bfloat16
     return {
         "HEAD_DIM": head_dim,
@@ -492,12 +506,13 @@ def _tile_constants(
         "BLOCK_SIZE": block_size,
         "ROWS": shape.rows,
         "KEYS": shape.keys,
+        "MASKED_KEYS": min(shape.keys, _MAX_KEYS_BEHIND) if has_unmasked else shape.keys,
         "IS_INT8": kv_dtype == torch.int8,
         "IS_E4M3": kv_dtype == torch.float8_e4m3fn,
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,
         "HAS_SINKS": has_sinks,
-        "HAS_UNMASKED": shape.rows >= _MIN_ROWS_UNMASKED,
+        "HAS_UNMASKED": has_unmasked,
         "PRODUCT": tl.float32 if is_emulated else _TRITON_DTYPES[dtype],
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }

@@ -134,7 +134,8 @@ class MemoryTrial:
     @torch.inference_mode()
     def _run_largest_step(self, kv: KVCache) -> None:
         logits = self.model.forward(largest_batch(self.kernels, kv, self.limits), kv)
-        sample(logits, _rows_to_draw(min(self.limits.num_draws, len(logits))))
+        rows = _rows_to_draw(min(self.limits.num_draws, len(logits)))
+        sample(logits, rows, kernels=self.kernels)
 
 
 def largest_batch(kernels: Kernels, kv: KVCache, limits: StepLimits) -> ForwardBatch:

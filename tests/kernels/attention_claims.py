@@ -13,7 +13,7 @@ import torch
 
 from sapwood.kernels import AttentionPlan, PrivateSegment
 from sapwood.kernels.interface import RowCopy
-from tests.kernels.claims import Subject, assert_close, claim
+from tests.kernels.claims import TOLERANCE, Subject, assert_close, claim
 from tests.kernels.steps import LAYER, SCALE, Edge, Tail, forest, make_step, write, zeroed
 
 
@@ -66,7 +66,9 @@ def attention_with_heads_and_groups_of_every_size(
         num_kv_heads=1,
         dtype=dtype,
     )
-    assert_close(step.attend(subject.kernels), step.oracle())
+    # Scores of long heads are large, and their own rounding shows in their exponentials.
+    tolerance = max(TOLERANCE[dtype], 1e-5)
+    assert_close(step.attend(subject.kernels), step.oracle(), tolerance)
 
 
 def single_steps() -> dict[str, list[Tail]]:
