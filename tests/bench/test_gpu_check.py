@@ -38,18 +38,17 @@ REFUSED = (
 )
 
 SITE = """
-import importlib.abc, socket, sys
+import importlib.machinery, socket
 
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {refused!r}:
-            raise ModuleNotFoundError(f"{{name}} is not on such a machine", name=name)
+found = importlib.machinery.PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in {refused!r} else found(name, path, target)
 
 def no_network(self, address):
-    if self.family != socket.AF_UNIX:
-        raise OSError(f"there is no network to reach {{address}}")
+    raise OSError(f"there is no network to reach {{address}}")
 
-sys.meta_path.insert(0, Refuse())
+importlib.machinery.PathFinder.find_spec = find_spec
 socket.socket.connect = socket.socket.connect_ex = no_network
 """
 
