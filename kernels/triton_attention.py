@@ -50,8 +50,8 @@ NUM_SCRATCH_BLOCKS = 1
 """Blocks behind those of a spec that belong to nobody: padded rows of a CUDA graph write there."""
 
 _MIN_ROWS_UNMASKED = 64  # of a tile whose leading keys go through a loop without masks
-# Keys an iteration of the short loop with masks behind that one: masks take registers, and half of
-# the last iteration is for nothing.
+# Keys an iteration of the short loop with masks behind it: masks take registers, and half of the
+# last iteration is for nothing.
 _MAX_KEYS_BEHIND = 64
 # A program of the merge: numbers of a row, and how many partial results of them are on their way at
 # once. With one warp these are 32 registers of a thread, in loads of 16 bytes.

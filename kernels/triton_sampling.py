@@ -108,8 +108,9 @@ def _mass_up_to_bins(
     have at the near ends of theirs. Sums and weights are rounded, so it is not quite certain.
     """
     per_nat: tl.constexpr = (NUM_BINS - 1) / ((BEST_BITS + 2) * _LN_2)
-    near_end = tl.arange(0, NUM_BINS).to(tl.float64) / per_nat
-    num = num_in_bin.to(tl.float64)
+    bins = tl.arange(0, NUM_BINS)
+    near_end = bins.to(tl.float64) / per_nat
+    num = tl.where(bins < NUM_BINS - 1, num_in_bin, 0).to(tl.float64)
     at_near_end = num * tl.exp(-near_end) * (1 << BEST_BITS)
     at_far_end = num * tl.exp(-(near_end + 1.0 / per_nat)) * (1 << BEST_BITS)
     beyond = tl.sum(at_near_end) - tl.cumsum(at_near_end, axis=0)

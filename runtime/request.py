@@ -106,7 +106,8 @@ class Sequence:
         "num_overtaken",
         "num_pending",
         "num_preemptions",
-        "num_prefill_tokens",
+        "prefill_end",
+        "num_prompt_tokens",
         "num_to_fork",
         "num_tokens",
         "num_told",
@@ -121,13 +122,13 @@ class Sequence:
         self.arrival_index = arrival_index
         self.answer_index = answer_index
         self.num_to_fork = sampling.num_computed_answers - 1 if answer_index == 0 else 0
-        self.num_tokens = request.num_prompt_tokens
+        self.num_prompt_tokens = self.num_tokens = request.num_prompt_tokens
         self.num_told = 0  # generated tokens that an output had
         self.num_computed = 0
         self.num_in_flight = 0  # tokens behind `num_computed` that steps in flight compute
         self.num_pending = 0  # tokens behind `num_tokens` that steps in flight draw
         self.num_drafts = 0  # tokens behind `num_tokens` that are to be tried
-        self.num_prefill_tokens = 0  # known when it was last admitted
+        self.prefill_end = self.num_tokens  # of the prompt, or of what a preemption lost
         self.early_stop: Stop | None = None  # why it ends without a token being drawn
         self.matcher = None if request.matcher is None else request.matcher.copy()
         self.lease: Lease | None = None
@@ -175,7 +176,7 @@ class Sequence:
     @property
     def first_unscored(self) -> int:
         """The first prompt position to score, the end of the prompt where there is none."""
-        return self.request.num_prompt_tokens if self.scores is None else self.scores.first_missing
+        return self.num_prompt_tokens if self.scores is None else self.scores.first_missing
 
     @property
     def token_ids(self) -> TokenIds:
@@ -194,7 +195,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return self.num_tokens - self.request.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
@@ -211,17 +212,12 @@ class Sequence:
         return self.num_tokens + self.num_pending
 
     @property
-    def num_prefilled(self) -> int:
-        """Where the tokens end that are a prompt, or are computed anew after a preemption.
+    def is_prefilling(self) -> bool:
+        """Whether a part of its prompt, or of what it lost to a preemption, is not computed.
 
         Forced tokens that come with a drawn one are no prefill, however many they are.
         """
-        return max(self.request.num_prompt_tokens, self.num_prefill_tokens - 1)
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether a part of its prompt, or of what it lost to a preemption, is not computed."""
-        return self.num_computed < self.num_prefilled
+        return self.num_computed < self.prefill_end
 
     @property
     def plans_with_tokens(self) -> bool:
@@ -246,7 +242,8 @@ class Sequence:
     @property
     def untold_token_ids(self) -> tuple[int, ...]:
         """Generated tokens that no output had yet."""
-        return tuple(self.token_ids[self.request.num_prompt_tokens + self.num_told :].tolist())
+        first = self.num_prompt_tokens + self.num_told
+        return tuple(self._buffer[first : self.num_tokens].tolist())
 
     def launch(self, num_tokens: int, draws: bool) -> None:
         """A step is in flight that computes `num_tokens` more, and draws one if `draws`."""

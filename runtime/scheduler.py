@@ -250,19 +250,19 @@ class Scheduler:
         None where all that is left is the end: the token in flight is the last that the answer may
         have. It has no row in the next step, and its seats are free for that.
         """
-        num_generated = sequence.num_generated + sequence.num_pending
-        if num_generated >= sequence.request.max_tokens and sequence.num_pending:
-            return 0
-        if sequence.num_expected >= self._max_model_len and sequence.num_pending:
-            return 0
-        return sequence.num_expected - sequence.num_launched
+        num_expected = sequence.num_tokens + sequence.num_pending
+        if sequence.num_pending:
+            longest = sequence.num_prompt_tokens + sequence.request.max_tokens
+            if num_expected >= min(longest, self._max_model_len):
+                return 0
+        return num_expected - sequence.num_computed - sequence.num_in_flight
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         """One token for each sequence that decodes, then the prompts in progress; the budget left.
 
         Those with one token to compute go first, so that a long prompt never stalls an answer.
         """
-        for sequence in sorted(self._running, key=lambda s: s.num_launched < s.num_prefilled):
+        for sequence in sorted(self._running, key=lambda s: s.num_launched < s.prefill_end):
             if not sequence.is_running:
                 continue  # preempted by one before it
             length = min(self._num_to_launch(sequence), budget)
@@ -324,8 +324,10 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int, now: float) -> None:
         """Fill the rest of the step with waiting sequences."""
+        if not budget or not self._waiting:
+            return
         num_seats = self._options.max_num_seqs - self._num_taken_seats()
-        if not budget or not self._waiting or num_seats <= 0:
+        if num_seats <= 0:
             return
         peak = self._peak_budget()
         admitted: list[Sequence] = []
@@ -428,7 +430,7 @@ class Scheduler:
         self._waiting.discard(sequence)
         sequence.lease = lease
         sequence.num_computed = lease.num_cached
-        sequence.num_prefill_tokens = sequence.num_tokens
+        sequence.prefill_end = max(sequence.num_prompt_tokens, sequence.num_tokens - 1)
         if sequence.num_cached_prompt_tokens is None:
             self._count_admission(sequence, lease.num_cached, now)
         insort(self._running, sequence, key=lambda s: s.order)
@@ -756,7 +758,7 @@ def _chunk(sequence: Sequence, length: int) -> Chunk:
     samples = end == sequence.num_expected and sequence.early_stop is None
     num_logits = int(samples)
     first = sequence.first_unscored
-    if first < sequence.request.num_prompt_tokens:
+    if first < sequence.num_prompt_tokens:
         # The row before a token gives its score.
         num_logits = max(num_logits, end - max(start, first - 1))
     num_samples = sequence.num_seats if samples else 0

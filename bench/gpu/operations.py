@@ -17,6 +17,7 @@ from sapwood.kernels import load_kernels
 from sapwood.kernels.interface import (
     Activation,
     DrawParams,
+    HeadNorms,
     Kernels,
     KVCache,
     KVCacheSpec,
@@ -103,7 +104,7 @@ def _row(
 
 def _cache_writes(context: Context, config: ModelConfig) -> Iterator[Row]:
     """What writes keys and values: new ones behind the rotation, and copies of blocks."""
-    num_layers = context.first((config.num_hidden_layers,), 1)[0] if context.is_full else 2
+    num_layers = config.num_hidden_layers if context.is_full else 2
     num_copies = context.pick(64, 2)
     for num_rows in context.first(context.pick((256, 8192), (3,)), 1):
         num_blocks = max(2 * num_copies, -(-num_rows // BLOCK_SIZE))
@@ -138,12 +139,17 @@ def _rotary_row(context: Context, config: ModelConfig, kv: KVCache, num_rows: in
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
     sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
     slots = torch.randperm(kv.spec.num_slots, device=context.device)[:num_rows]
+    norms = HeadNorms(*(context.random(dim, dtype=dtype) for _ in range(2)), EPS)
 
     def run() -> Tensor:
-        return context.kernels.rotary_and_write(heads, num_heads, cos, sin, kv, 0, slots)
+        return context.kernels.rotary_and_write(
+            heads, num_heads, cos, sin, kv, 0, slots, norms=norms
+        )
 
     query = run()
-    expected = load_kernels("reference").rotary(heads[:, :num_heads], cos, sin)
+    reference = load_kernels("reference")
+    normed = reference.rms_norm(heads[:, :num_heads], norms.query, EPS)
+    expected = reference.rotary(normed, cos, sin)
     values = kv.values[0, slots // BLOCK_SIZE, :, slots % BLOCK_SIZE]
     error = (query.double() - expected.double()).abs().max() / expected.double().abs().max()
     is_right = bool(error <= MAX_ERROR[dtype]) and torch.equal(
@@ -151,7 +157,7 @@ def _rotary_row(context: Context, config: ModelConfig, kv: KVCache, num_rows: in
     )
     return _row(
         context,
-        f"rotation and KV write of {num_rows:,} rows",
+        f"head norms, rotation and KV write of {num_rows:,} rows",
         2 * heads.nbytes + cos.nbytes + sin.nbytes + slots.nbytes,
         run,
         is_right=is_right,

@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 REFUSED = (
     "pydantic",
     "fastapi",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "openai",
     "httpx",
     "jinja2",
     "llguidance",
@@ -34,18 +38,17 @@ REFUSED = (
 )
 
 SITE = """
-import importlib.abc, socket, sys
+import importlib.machinery, socket
 
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {refused!r}:
-            raise ModuleNotFoundError(f"{{name}} is not on such a machine", name=name)
+found = importlib.machinery.PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in {refused!r} else found(name, path, target)
 
 def no_network(self, address):
-    if self.family != socket.AF_UNIX:
-        raise OSError(f"there is no network to reach {{address}}")
+    raise OSError(f"there is no network to reach {{address}}")
 
-sys.meta_path.insert(0, Refuse())
+importlib.machinery.PathFinder.find_spec = find_spec
 socket.socket.connect = socket.socket.connect_ex = no_network
 """
 
@@ -78,6 +81,22 @@ def test_dry_runs_every_section_with_nothing_beside_what_such_a_machine_has(
         unmet = [row["name"] for row in section["rows"] if row["is_met"] is False]  # type: ignore[index]
         assert not unmet, f"{name}: {unmet}"
     assert status == 0
+
+
+def test_what_is_refused_in_the_dry_run_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(refused=REFUSED))
+    code = (
+        "import importlib, socket\n"
+        f"for name in {REFUSED!r}:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError: continue\n"
+        "    raise SystemExit(name)\n"
+        "try: socket.create_connection(('127.0.0.1', 9))\n"
+        "except OSError as error: assert 'no network' in str(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_without_a_gpu_the_check_says_so() -> None:

@@ -14,6 +14,7 @@ from tests.kernels.drawing_oracle import (
     LARGEST_NOISE,
     Draw,
     drawn_from,
+    kept_weights,
     params_of,
     random_draw,
     random_logits,
@@ -50,8 +51,8 @@ def generator(subject: Subject) -> np.random.Generator:
 @claim(
     temperature=[0.7, 1.0, 2.5, 100.0],
     top_k=[np.inf, 40, 1, 5],
-    top_p=[1.0, 0.9, 0.3, 1e-9],
-    min_p=[0.0, 0.05, 1.0],
+    top_p=[0.9, 1.0, 0.3, 1e-9],
+    min_p=[0.05, 0.0, 1.0],
 )
 def a_token_is_drawn_of_those_that_filters_leave(
     subject: Subject, temperature: float, top_k: float, top_p: float, min_p: float
@@ -62,6 +63,28 @@ def a_token_is_drawn_of_those_that_filters_leave(
         for noise in noises
     ]
     assert_draws(subject, subject.random(4, 300) * 3, draws)
+
+
+@claim(top_k=[12, np.inf, 25], top_p=[1.0, 0.6, 0.4])
+def each_token_that_filters_leave_is_drawn_for_its_noise(
+    subject: Subject, top_k: float, top_p: float
+) -> None:
+    row = subject.random(200).cpu() * 2
+    draw = Draw(temperature=0.9, top_k=top_k, top_p=top_p)
+    weights = np.array(kept_weights(row.numpy(), draw), float)
+    middles = (weights.cumsum() - weights / 2) / weights.sum()
+    kept = np.flatnonzero(weights)
+    draws = [replace(draw, noise=float(noise)) for noise in middles[kept]]
+    logits = row.to(subject.device).expand(len(kept), 200)
+    assert draw_tokens(subject, logits, draws).token_ids.tolist() == kept.tolist()
+
+
+@claim()
+def top_p_is_a_share_of_all_and_min_p_comes_after_it(subject: Subject) -> None:
+    shares = torch.tensor([0.4, 0.35, *[0.025] * 10], device=subject.device)
+    # Half of all is more than the first; of what min_p leaves it would be less.
+    draw = Draw(top_p=0.5, min_p=0.5, noise=LARGEST_NOISE)
+    assert draw_tokens(subject, shares.log()[None], [draw]).token_ids.tolist() == [1]
 
 
 @claim(num_rows=[0, 1, 12])

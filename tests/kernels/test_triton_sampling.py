@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,9 +54,19 @@ def test_tokens_are_the_same_however_the_work_is_cut(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_tokens_are_the_oracles_to_the_bit(name: str, seed: int) -> None:
     check(seed, 16, SHAPES[name])
+
+
+@pytest.mark.parametrize("capacity", [64, 512])
+def test_equal_tokens_are_counted_across_blocks(capacity: int) -> None:
+    shape = replace(SMALL, capacity=capacity)
+    logits = torch.zeros(3, 300)
+    logits[:, 299] = 1.0  # in a block of which no other token is kept
+    total = 150 + math.e
+    draws = [Draw(top_k=151, noise=noise) for noise in (100.5 / total, 149.5 / total, 0.999)]
+    assert tokens_of(logits, draws, shape) == [100, 149, 299]
 
 
 def test_bins_that_fall_short_are_not_believed() -> None:
@@ -81,15 +92,16 @@ def test_bins_that_fall_short_are_not_believed() -> None:
 
 @pytest.mark.slow
 def test_draws_follow_the_distribution() -> None:
-    """Chi-squared at p = 0.001, 5 degrees of freedom."""
+    """Chi-squared at p = 0.001, 5 degrees of freedom. The interpreter takes 0.1 s for a draw."""
+    num_draws = 1000 if DEVICE.type == "cpu" else 20_000
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, -torch.inf])
-    noises = np.random.default_rng(5).random(3000).tolist()
+    noises = np.random.default_rng(5).random(num_draws).tolist()
     draws = [Draw(temperature=2.0, top_k=6, noise=noise) for noise in noises]
-    counts = np.bincount(tokens_of(logits.expand(3000, 8), draws, SMALL), minlength=8)
+    counts = np.bincount(tokens_of(logits.expand(num_draws, 8), draws, SMALL), minlength=8)
     kept = np.array([0, 1, 2, 3, 4, 6])
     weights = np.exp(logits[kept].double().numpy() / 2)
-    expected = weights / weights.sum() * 3000
-    assert counts[kept].sum() == 3000
+    expected = weights / weights.sum() * num_draws
+    assert counts[kept].sum() == num_draws
     assert ((counts[kept] - expected) ** 2 / expected).sum() < 20.5
 
 

@@ -308,7 +308,9 @@ def test_steps_that_are_under_way_together_do_not_disturb_each_other(llama: Mode
 # -- under a scheduler -----------------------------------------------------------------------------
 
 
-def greedy_tokens(model: Model, graphs: GraphedRunner | None) -> tuple[dict[str, list[int]], int]:
+def greedy_tokens(
+    model: Model, graphs: GraphedRunner | None, *, overlap: bool = False
+) -> tuple[dict[str, list[int]], int]:
     """What a scheduler over the model tells of requests that share, stop and are forked."""
     kernels = graphs.kernels if graphs else RowwiseKernels()
     harness = Harness(block_size=4, num_blocks=NUM_BLOCKS, options={"max_num_batched_tokens": 32,
@@ -321,7 +323,11 @@ def greedy_tokens(model: Model, graphs: GraphedRunner | None) -> tuple[dict[str,
         batches = BatchBuilder(kernels, kv.spec, graphs.graphed)
         runner = ModelRunner(graphs.graphed, kernels, kv, batches=batches)
     harness.core = EngineCore(
-        harness.scheduler, runner, clock=lambda: harness.now, make_cache=harness.make_cache
+        harness.scheduler,
+        runner,
+        clock=lambda: harness.now,
+        make_cache=harness.make_cache,
+        overlap=overlap,
     )
     prompt = random_tokens(21)
     for index in range(5):
@@ -337,3 +343,7 @@ def test_a_scheduler_gets_the_same_tokens_with_graphs(llama: Model) -> None:
     assert greedy_tokens(llama, graphs) == (expected, num_steps)
     assert graphs.recorder.num_replays >= num_steps - 3
     assert not any(answer == [] for answer in expected.values())
+    graphs = GraphedRunner(llama, RowwiseKernels())
+    overlapped, _ = greedy_tokens(llama, graphs, overlap=True)
+    assert overlapped == expected, "a pending token did not get into the static batch"
+    assert graphs.recorder.num_replays >= num_steps - 3

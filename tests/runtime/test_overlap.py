@@ -1,5 +1,7 @@
 """Steps that are planned while the one before them is in flight, on a device that is late."""
 
+import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 
 from sapwood import ConstraintSpec, Engine, RequestOutput, SamplingParams
-from sapwood.runtime.config import BatchingMode
+from sapwood.runtime.build import build_engine
+from sapwood.runtime.config import BatchingMode, EngineConfig
 from sapwood.runtime.outputs import FinishReason
-from sapwood.runtime.request import ChunkResult, SampledToken
+from sapwood.runtime.request import ChunkResult, SampledToken, SequenceOutput
 from sapwood.runtime.step_plan import StepPlan
 from tests.runtime.automata import Automaton, AutomatonMatcher, allowed_token_after
 from tests.runtime.harness import EOS, Harness, PagedStep, token_after
@@ -100,12 +103,12 @@ def test_a_seat_that_nobody_knew_to_get_free_is_filled_two_steps_later() -> None
 
 def test_a_long_prompt_does_not_stall_an_answer_whose_prompt_is_in_flight() -> None:
     harness = overlapped(options={"max_num_batched_tokens": 8, "max_num_seqs": 4})
-    harness.add(range(1, 41), 2)
-    harness.step()
-    short = harness.add([900], 4)
+    harness.answer(range(1, 21), 1)
+    num_steps = len(harness.executor.plans)
+    long = harness.add(range(500, 540), 1)
+    short = harness.add([*range(1, 21), 900], 3)  # goes first, as most of it is cached
     harness.run()
-    at = [index for index, ids in enumerate(members(harness)) if short in ids]
-    assert at == list(range(at[0], at[0] + 4))
+    assert members(harness)[num_steps:][:4] == [[short, long]] * 3 + [[long]]
 
 
 # -- what is dropped -------------------------------------------------------------------------------
@@ -355,7 +358,7 @@ def facts_of(outputs: list[RequestOutput]) -> list[object]:
     """What a caller sees, but times."""
     return [
         (
-            output.num_cached_tokens if output.num_cached_tokens == 0 else True,
+            output.num_cached_tokens,
             [(a.token_ids, a.finish_reason, a.stop_reason, a.logprobs) for a in output.outputs],
         )
         for output in outputs
@@ -374,6 +377,50 @@ def test_a_real_model_answers_the_same_with_overlap(
             found = [facts_of(engine.generate(PROMPTS, sampling)) for sampling in samplings]
             found.append(facts_of(engine.generate(PROMPTS, samplings[0])))
             engine.flush_cache()
-            assert engine.stats().num_free_blocks == engine.stats().num_blocks
+            stats = engine.stats()
+            assert stats.num_free_blocks == stats.num_blocks
+            assert (stats.num_preemptions > 0) == (options["num_kv_blocks"] == 40)
         answers.append(found)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whoever_outlives_a_storm_of_aborts_gets_the_answer_it_would_get_alone(
+    tiny_model: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    options = {"num_kv_blocks": 40, "block_size": 4, "max_num_batched_tokens": 24}
+    config = EngineConfig.from_options(
+        str(tiny_model), overlap=True, max_num_seqs=6, check_invariants=True, **options
+    )
+    parts = build_engine(config, time.monotonic)
+    core, told = parts.core, dict[str, list[int]]()
+
+    def take(outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            assert output.error is None
+            told[output.request_id] += output.token_ids
+
+    asked: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    sampling = SamplingParams(temperature=0.0, max_tokens=12)
+    while len(asked) < 40 or core.has_work:
+        if len(asked) < 40 and draw.random() < 0.4:
+            prompt = [*range(3, draw.randint(4, 60)), draw.randint(3, 9)]
+            request = parts.inputs.process(prompt, sampling, caller_id=None, now=0.0)
+            asked[request.request_id], told[request.request_id] = prompt, []
+            core.add(request)
+        if asked and draw.random() < 0.2:
+            doomed = draw.choice(list(asked))
+            outputs = core.abort(doomed)
+            aborted |= {output.request_id for output in outputs}
+            take(outputs)
+        take(core.step())
+    assert aborted and len(aborted) < 40
+    core.flush_cache()
+    assert core.stats().num_free_blocks == core.stats().num_blocks
+    with Engine(str(tiny_model), prefix_caching=False, max_num_seqs=1) as engine:
+        for request_id, prompt in asked.items():
+            expected = engine.generate(prompt, sampling)[0].outputs[0].token_ids
+            answer = tuple(told[request_id])
+            assert answer == (expected[: len(answer)] if request_id in aborted else expected)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.runtime.overlap_world import OPERATIONS, World
 
-NUM_RUNS = int(os.environ.get("SAPWOOD_OVERLAP_RUNS", "60"))
+NUM_RUNS = int(os.environ.get("SAPWOOD_OVERLAP_RUNS", "50"))
 NUM_SLOW_RUNS = int(os.environ.get("SAPWOOD_OVERLAP_SLOW_RUNS", "5000"))
 NUM_OPERATIONS = 60
 
