@@ -42,8 +42,8 @@ class Outcome:
 class Worker:
     """A process of `gpu.worker`, by its command line without the file that it is to write to.
 
-    What it prints goes to a log. `seconds` is for all of its sections; `grace` more may pass
-    before it, or a section of it, is killed.
+    What it prints goes to a log. `seconds` is for all of its sections, then it is killed; a section
+    may take `grace` longer than it has.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Worker:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._deadline = time.monotonic() + seconds + grace
+        self._deadline = time.monotonic() + seconds
 
     @classmethod
     def of(

@@ -45,15 +45,21 @@ def _cases(context: Context) -> list[Case]:
 
 
 def _failure(context: Context, case: Case) -> str | None:
-    """The end of what a case raised. A device that is broken by it breaks all that follows, and
-    is raised."""
+    """The end of what a case raised. Raises where it broke the device, and all that follows."""
     try:
         case.run(context.kernels, context.device)
-        if context.device.type == "cuda":
-            torch.cuda.synchronize()
+        _wait(context)
     except Exception as error:
-        if context.device.type == "cuda":
-            torch.cuda.synchronize()  # raises where the error is the device's
+        try:
+            _wait(context)
+        except Exception as of_device:
+            raise RuntimeError(f"{case.name} broke the device") from of_device
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({last.filename.split('/')[-1]}:{last.lineno})"
     return None
+
+
+def _wait(context: Context) -> None:
+    """Raises what went wrong on the device."""
+    if context.device.type == "cuda":
+        torch.cuda.synchronize()

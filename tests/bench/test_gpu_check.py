@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpu.engine import busy_share
+from gpu.engine import busy_share, busy_time
 from gpu.processes import Outcome, Worker
 from gpu.report import Report, merged_rows
 from gpu.sections import SECTIONS, Scale
@@ -107,7 +107,7 @@ def test_without_a_gpu_the_check_says_so() -> None:
     assert "torch sees no GPU" in done.stderr
 
 
-def worker(folder: Path, script: str, seconds: float = 20.0) -> Worker:
+def worker(folder: Path, script: str, seconds: float = 20.0, grace: float = 0.0) -> Worker:
     """A process that writes lines as the script says, in place of running sections."""
     path = folder / "worker.py"
     path.write_text(
@@ -118,7 +118,7 @@ def worker(folder: Path, script: str, seconds: float = 20.0) -> Worker:
         "    print(line, file=file, flush=True)\n" + textwrap.dedent(script)
     )
     command = [sys.executable, str(path)]
-    return Worker(command, folder, seconds=seconds, environment=os.environ, grace=0.0)
+    return Worker(command, folder, seconds=seconds, environment=os.environ, grace=grace)
 
 
 BEGIN = "say('facts', facts={'card': 'a card'})\nsay('begin', clocks=None)\n"
@@ -136,7 +136,7 @@ def test_what_a_section_found_before_its_process_crashed_is_kept(tmp_path: Path)
 
 
 def test_a_section_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path) -> None:
-    (outcome,) = worker(tmp_path, BEGIN + ROW + "time.sleep(600)", seconds=3.0).outcomes()
+    (outcome,) = worker(tmp_path, BEGIN + ROW + "time.sleep(600)", seconds=8.0).outcomes()
     assert outcome.status == "timed out"
     assert len(outcome.rows) == 1
 
@@ -182,5 +182,12 @@ def test_a_section_that_did_not_end_is_not_good(tmp_path: Path) -> None:
 
 
 def test_overlapping_work_of_the_device_counts_once() -> None:
-    assert busy_share([(0.0, 4.0), (2.0, 6.0), (8.0, 10.0)]) == pytest.approx(0.8)
-    assert busy_share([]) is None
+    intervals = [(8.0, 10.0), (0.0, 4.0), (2.0, 6.0), (3.0, 5.0)]
+    assert busy_time(intervals) == pytest.approx(8.0)
+    assert busy_share(intervals) == pytest.approx(0.8)
+    assert busy_share([]) == 0.0
+
+
+def test_a_whole_check_never_outlasts_its_time(tmp_path: Path) -> None:
+    hanging = worker(tmp_path, BEGIN + "time.sleep(600)", seconds=8.0, grace=600.0)
+    assert [outcome.status for outcome in hanging.outcomes()] == ["timed out"]
