@@ -71,7 +71,8 @@ _TYPE_NAMES = MappingProxyType(  # Triton's; e4m3 is loaded as bytes
 )
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_E4M3_UNIT = tl.constexpr(256.0)  # of what `_decoded` makes of an e4m3 number
+_TWO_TO_120 = tl.constexpr(2.0**120)
+_E4M3_BITS = tl.constexpr(0x87F00000 - 2**32)  # in float32: the sign and seven bits
 
 
 @triton.jit(
@@ -201,7 +202,7 @@ def attend_tiles(
             k = _decoded(k, IS_INT8, IS_E4M3, PRODUCT)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if IS_INT8 or IS_E4M3:
-                scores *= _scales(key_scales + slot, is_key, IS_E4M3)[None, :]
+                scores *= tl.load(key_scales + slot, mask=is_key, other=0.0)[None, :]
             if HAS_SOFTCAP:
                 scores = softcap * _tanh(scores * score_scale)
                 factor = 1.0
@@ -226,7 +227,7 @@ def attend_tiles(
             else:
                 v = tl.load(values + numbers_at)
             if IS_INT8 or IS_E4M3:
-                weights *= _scales(value_scales + slot, is_key, IS_E4M3)[None, :]
+                weights *= tl.load(value_scales + slot, mask=is_key, other=0.0)[None, :]
             v = _decoded(v, IS_INT8, IS_E4M3, PRODUCT)
             weights = weights.to(weights_dtype).to(PRODUCT)
             total = tl.dot(weights, v, total, input_precision=PRECISION)
@@ -324,23 +325,16 @@ def _decoded(
 ) -> tl.tensor:
     """Keys or values in the dtype of the product, without their scale.
 
-    The sign, exponent and mantissa of an e4m3 byte, put where float16 has its own, are the number
-    divided by 256. That needs no conversion that only some devices have.
+    The sign, exponent and mantissa of an e4m3 byte, put where float32 has its own, are the number
+    divided by 2^120. That needs no conversion that only some devices have.
     """
     if IS_E4M3:
-        code = kept.to(tl.uint16)
-        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(PRODUCT)
+        # The sign fills the bits above; those between sign and exponent are masked.
+        bits = (kept.to(tl.int8, bitcast=True).to(tl.int32) << 20) & _E4M3_BITS
+        return (bits.to(tl.float32, bitcast=True) * _TWO_TO_120).to(PRODUCT)
     if IS_INT8:
         return kept.to(tl.float32).to(PRODUCT)
     return kept.to(PRODUCT)
-
-
-@triton.jit
-def _scales(pointers: tl.tensor, is_key: tl.tensor, IS_E4M3: tl.constexpr) -> tl.tensor:
-    """What decoded keys or values have to be multiplied with."""
-    scales = tl.load(pointers, mask=is_key, other=0.0)
-    return scales * _E4M3_UNIT if IS_E4M3 else scales
 
 
 @triton.jit
