@@ -179,13 +179,7 @@ def _sizing(context: Context) -> Row:
         ),
         meter=meter,
         free_at_first=free_at_first,
-        graphs=GraphPlan(
-            row_counts=graph_row_counts(MAX_NUM_SEQS),
-            vocab_size=vocab_size,
-            max_context_len=max_model_len,
-            recorder=CudaGraphRecorder(context.device),
-            at_start=True,
-        ),
+        graphs=graphs_at_start(context.device, vocab_size, max_model_len),
     )
     left = meter.look()
     kv_bytes = placed.kv.spec.num_bytes
@@ -199,6 +193,17 @@ def _sizing(context: Context) -> Row:
         },
         bar="some is left",
         is_met=left.free > 0,
+    )
+
+
+def graphs_at_start(device: torch.device, vocab_size: int, max_context_len: int) -> GraphPlan:
+    """Those of an engine of the check's size, as engines record them by themselves."""
+    return GraphPlan(
+        row_counts=graph_row_counts(MAX_NUM_SEQS),
+        vocab_size=vocab_size,
+        max_context_len=max_context_len,
+        make_recorder=lambda: CudaGraphRecorder(device),
+        at_start=True,
     )
 
 
@@ -315,6 +320,8 @@ def _busy_row(
     activity, device_type = ProfilerActivity.CUDA, DeviceType.CUDA
     if context.is_dry:
         activity, device_type = ProfilerActivity.CPU, DeviceType.CPU
+    else:
+        torch.cuda.synchronize()  # the step in flight is not one of those that are counted
     with torch.profiler.profile(activities=[activity]) as profile:
         for _ in range(_num_profiled_steps(context)):
             running.step()

@@ -8,7 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpu.engine import busy_share, busy_time
+import torch
+from gpu.engine import busy_share, busy_time, graphs_at_start
 from gpu.processes import Outcome, Worker
 from gpu.report import Report, merged_rows
 from gpu.sections import SECTIONS, Scale
@@ -180,6 +181,11 @@ def test_a_section_that_did_not_end_is_not_good(tmp_path: Path) -> None:
     crashed = Outcome("decode", status="crashed", error="it broke", rows=[row("met")])
     assert not report.add([crashed])
     assert "it broke" in report.markdown
+
+
+def test_the_graphs_of_the_sized_engine_can_be_planned_without_a_gpu() -> None:
+    plan = graphs_at_start(torch.device("cuda"), vocab_size=160, max_context_len=64)
+    assert plan.at_start and plan.row_counts[-1] == 256
 
 
 def test_overlapping_work_of_the_device_counts_once() -> None:
