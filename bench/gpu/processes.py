@@ -83,7 +83,7 @@ class Worker:
         command = [sys.executable, "-m", "gpu.worker", *sections]
         command += ["--scale", scale.value, "--seconds", f"{seconds:.1f}"]
         command += ["--shard", f"{shard[0]}/{shard[1]}"]
-        return cls(command, folder, seconds=seconds, environment=_environment(scale))
+        return cls(command, folder, seconds=seconds, environment=environment_of(scale))
 
     @property
     def log(self) -> str:
@@ -152,7 +152,8 @@ def _whole_lines(lines: Any) -> Iterator[str]:
         yield line
 
 
-def _environment(scale: Scale) -> Mapping[str, str]:
+def environment_of(scale: Scale) -> Mapping[str, str]:
+    """Variables of a worker's process."""
     paths = [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -166,4 +167,7 @@ def _environment(scale: Scale) -> Mapping[str, str]:
     if scale is Scale.DRY:
         return {**environment, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
+    if scale is Scale.REHEARSAL:
+        # Beside others: threads that wait actively would take the processors from compilers.
+        environment["OMP_NUM_THREADS"] = "1"
     return environment

@@ -81,20 +81,30 @@ def _short_name(card: str) -> str:
 
 
 def merged_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the same name as one: counts are added up, and all must be met."""
+    """Rows of the same name as one: counts are added up, and all must be met.
+
+    A claim of a single case has the case's name, so that a failure may meet the claim's counts.
+    """
     by_name: dict[str, dict[str, Any]] = {}
     for row in rows:
         if (other := by_name.get(row["name"])) is None:
             by_name[row["name"]] = row
             continue
-        names = [*dict.fromkeys([*other["figures"], *row["figures"]])]
-        figures = {n: other["figures"].get(n, 0) + row["figures"].get(n, 0) for n in names}
         by_name[row["name"]] = {
             **row,
-            "figures": figures,
+            "figures": _added(other["figures"], row["figures"]),
             "is_met": bool(other["is_met"] and row["is_met"]),
         }
     return list(by_name.values())
+
+
+def _added(figures: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of both; of the counts that both have the sum, of what is said in words the first."""
+    added = {**others, **figures}
+    for name in figures.keys() & others.keys():
+        if not isinstance(figures[name], str):
+            added[name] = figures[name] + others[name]
+    return added
 
 
 def markdown(sections: Mapping[str, Mapping[str, Any]]) -> str:

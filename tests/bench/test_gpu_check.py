@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu.engine import busy_share, busy_time, graphs_at_start
-from gpu.processes import Outcome, Worker
+from gpu.processes import Outcome, Worker, environment_of
 from gpu.report import Report, merged_rows
 from gpu.sections import SECTIONS, Scale
 
@@ -161,6 +161,30 @@ def test_rows_of_several_processes_are_added_up() -> None:
         [row("a", cases=2, passed=2), row("b"), row("a", False, cases=3, passed=1)]
     )
     assert merged == [row("a", False, cases=5, passed=3), row("b")]
+
+
+def test_a_failure_with_the_name_of_its_claim_is_reported_with_the_counts_of_all_processes() -> (
+    None
+):
+    def row(is_met: bool, **figures: object) -> dict[str, object]:
+        bar = None if "failure" in figures else "all pass"
+        return {"name": "claim", "figures": figures, "bar": bar, "is_met": is_met}
+
+    rows = [
+        row(False, failure="AssertionError: far off"),
+        row(False, cases=1, passed=0),
+        row(False, failure="AssertionError: elsewhere"),
+        row(True, cases=2, passed=2),
+    ]
+    (merged,) = merged_rows(rows)
+    expected = {"failure": "AssertionError: far off", "cases": 3, "passed": 2}
+    assert merged == {**row(False, **expected), "bar": "all pass"}
+
+
+def test_what_is_rehearsed_beside_others_computes_on_one_thread() -> None:
+    assert environment_of(Scale.REHEARSAL)["OMP_NUM_THREADS"] == "1"
+    given = os.environ.get("OMP_NUM_THREADS")
+    assert environment_of(Scale.FULL).get("OMP_NUM_THREADS") == given
 
 
 def test_a_section_that_is_run_again_replaces_itself_and_no_other(tmp_path: Path) -> None:
