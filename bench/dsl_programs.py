@@ -7,6 +7,7 @@ whole conversation.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,17 @@ from sapwood.frontend_lang.nodes import Gen
 
 Message = dict[str, str]
 STAGES = (
-    "Write a plan to solve the problem.",
+    "Write a plan for a review of this text.",
     "Carry the plan out.",
-    "Reflect on the solution. What may be wrong with it?",
-    "Give the final answer.",
+    "Reflect on the review. What may be wrong with it?",
+    "Write the final review.",
 )
 NUM_BRANCHES = 2  # in each stage: 2 + 4 + 8 + 16 answers of a tree
 DIMENSIONS = ("clarity", "originality", "evidence", "structure", "style", "relevance")
 NUM_CHAINS = 8
+REASON = "What is this text for? Think step by step."
+CONCLUDE = "So what is it, in a word or two?"
+CONCLUSION_LEN = 4  # tokens
 TEMPERATURE = 0.8
 
 
@@ -36,12 +40,15 @@ class ChatClient:
     http: httpx.AsyncClient
     num_tokens: int  # of each answer
 
-    async def answer(self, messages: Sequence[Message], seed: int) -> str:
+    async def answer(
+        self, messages: Sequence[Message], seed: int, num_tokens: int | None = None
+    ) -> str:
         """Raises httpx.HTTPStatusError where the server refuses."""
+        num_tokens = num_tokens or self.num_tokens
         body = {
             "messages": list(messages),
-            "max_tokens": self.num_tokens,
-            "min_tokens": self.num_tokens,
+            "max_tokens": num_tokens,
+            "min_tokens": num_tokens,
             "temperature": TEMPERATURE,
             "seed": seed,
         }
@@ -142,15 +149,29 @@ def verdict_question(judgments: Sequence[str]) -> str:
 
 @sgl.function
 def chains_program(s: sgl.ProgramState, text: str, num_tokens: int) -> None:
-    s += sgl.user(text)
+    s += sgl.user(f"{text}\n{REASON}")
     chains = s.fork(NUM_CHAINS)
     for seed, chain in enumerate(chains):
         chain += sgl.assistant(gen("chain", num_tokens, seed))
+        chain += sgl.user(CONCLUDE) + sgl.assistant(gen("answer", CONCLUSION_LEN, seed))
     chains.join()
+    s.set_var("vote", vote(s["answer"]))
 
 
 async def chains_plain(client: ChatClient, text: str) -> None:
-    await asyncio.gather(*(client.answer([_user(text)], seed) for seed in range(NUM_CHAINS)))
+    asked = [_user(f"{text}\n{REASON}")]
+
+    async def chain(seed: int) -> str:
+        reasons = await client.answer(asked, seed)
+        concluding = [*asked, _assistant(reasons), _user(CONCLUDE)]
+        return await client.answer(concluding, seed, CONCLUSION_LEN)
+
+    vote(await asyncio.gather(*map(chain, range(NUM_CHAINS))))
+
+
+def vote(answers: Sequence[str]) -> str:
+    """The commonest."""
+    return Counter(answers).most_common(1)[0][0]
 
 
 def _user(text: str) -> Message:
@@ -168,4 +189,4 @@ TREE = Work(
     sum(NUM_BRANCHES**stage for stage in range(1, len(STAGES) + 1)),
 )
 JUDGE = Work("judge", judge_program, judge_plain, len(DIMENSIONS) + 1)
-CHAINS = Work("self-consistency", chains_program, chains_plain, NUM_CHAINS)
+CHAINS = Work("self-consistency", chains_program, chains_plain, 2 * NUM_CHAINS)
