@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import queue
 import sys
@@ -23,15 +24,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from sapwood.frontend_lang.errors import ProgramTimeoutError, ProgramUsageError
 from sapwood.frontend_lang.gate import Gate, GatedBackend, Ticket
 from sapwood.frontend_lang.process import PROCESS
+from sapwood.frontend_lang.room import Room
 
 if TYPE_CHECKING:
     from sapwood.frontend_lang.arguments import Invocation
+    from sapwood.frontend_lang.backends.interface import Backend
     from sapwood.frontend_lang.program import Program
     from sapwood.frontend_lang.state import ProgramState
+
+logger = logging.getLogger(__name__)
 
 AUTO_THREADS = 256  # threads that mostly wait; each is some dozen kilobytes
 AUTO_WIDTH = 128  # programs at work at the backend
 GROW_SECONDS = 0.001  # jobs that have waited so long get more threads
+INFO_SECONDS = 1.0  # that a backend may take to tell of its cache
 MAX_IN_FLIGHT = 1024  # programs that have begun; those that wait for their turn are sorted
 
 
@@ -130,6 +136,8 @@ class _Batch:
         self._program = program
         self._backend = PROCESS.backend(program.settings.get("backend"))
         self._unseated = deque(enumerate(items))
+        # Who gives a number means it.
+        self._is_fitted = plan.num_threads == "auto" and self._backend.encoder is not None
         self._is_async = inspect.iscoroutinefunction(program.function)
         self._num_seats = MAX_IN_FLIGHT if self._is_async else plan.threads
         self._threads = _Threads(min(self._num_seats, len(items)))
@@ -154,10 +162,14 @@ class _Batch:
 
     async def _run(self) -> None:
         try:
+            if self._is_fitted:
+                self._gate.room = Room.of(await _info_of(self._backend))
             while self._unseated or self._in_flight:
                 self._seat()
                 self._has_changed.clear()
                 await self._has_changed.wait()
+                if self._gate.room.is_curious:
+                    self._gate.room.take(await _info_of(self._backend))
         finally:
             self._unseated.clear()  # or the seats of those that end now would be taken
             self._gate.close()
@@ -215,6 +227,16 @@ class _Batch:
             return await (call() if self._is_async else self._threads.run(call))
         finally:
             self._free_seat()
+
+
+async def _info_of(backend: Backend) -> Mapping[str, Any]:
+    """What a backend tells of itself, nothing where it does not: programs will meet the error of
+    one that is broken, and say where."""
+    try:
+        return await asyncio.wait_for(backend.server_info(), INFO_SECONDS)
+    except Exception:
+        logger.debug("the backend does not tell of its cache", exc_info=True)
+        return {}
 
 
 class _Deadline:

@@ -4,13 +4,14 @@ Each program runs until its first request. Those requests are gathered, and let 
 the tree that their prompts make: in the order of their prompts, so that neighbours share most, and
 a cache that holds little more than one of them is used as well as a large one. What all have in
 common is computed once before. Later requests of a program follow its own text and pass freely.
+How many programs go on at once is `room.py`'s to say, where the cache does not hold all.
 """
 
 import asyncio
 import logging
 from bisect import bisect_left, insort
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from sapwood.frontend_lang.backends.interface import (
     Score,
     TokenIds,
 )
+from sapwood.frontend_lang.room import Room, Visit, common_length
 from sapwood.runtime.hints import Hints
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class _Waiting:
     arrival: int
     prompt: Prompt = field(compare=False)
     passed: "asyncio.Future[None]" = field(compare=False)
+    visit: Visit | None = field(default=None, compare=False)
 
 
 class Gate:
@@ -57,6 +60,7 @@ class Gate:
         quiet_seconds: float = QUIET_SECONDS,
     ) -> None:
         """`more_to_come`: programs will begin as soon as others leave a thread to them."""
+        self.room = Room()
         self._backend = backend
         self._width = width
         self._more_to_come = more_to_come
@@ -98,6 +102,7 @@ class Gate:
             waiting.passed.cancel()
         else:
             self._num_inside -= 1
+            self.room.leave(waiting.prompt, waiting.visit)
         self._let_go()
 
     def close(self) -> None:
@@ -131,7 +136,12 @@ class Gate:
             if self._warm():
                 return
         while self._waiting and self._num_inside < self._width:
-            waiting = self._waiting.pop(self._next())
+            index = self._next()
+            if not self.room.fits(self._waiting[index].prompt):
+                return
+            waiting = self._waiting.pop(index)
+            beside = self._waiting[self._next()].prompt if self._waiting else None
+            waiting.visit = self.room.enter(waiting.prompt, beside)
             self._last = waiting.key
             self._num_inside += 1
             waiting.passed.set_result(None)
@@ -185,6 +195,16 @@ class Ticket:
         if not self._waiting.passed.done():
             await asyncio.shield(self._waiting.passed)
 
+    @contextmanager
+    def request(self, prompt: Prompt) -> Iterator[list[Answer]]:
+        """Around a request of a program that has entered; its answers are put into the list."""
+        visit = self._waiting.visit if self._waiting is not None else None
+        answers: list[Answer] = []
+        round_index = 0 if visit is None else visit.begin_request()
+        yield answers
+        if visit is not None:
+            visit.end_request(round_index, prompt, answers)
+
     def leave(self) -> None:
         """The program has ended."""
         self._gate.leave(self._waiting)
@@ -206,19 +226,27 @@ class GatedBackend:
 
     async def generate(self, prompt: Prompt, call: Call) -> list[Answer]:
         await self._ticket.enter(prompt)
-        return await self._backend.generate(prompt, call)
+        with self._ticket.request(prompt) as told:
+            answers = await self._backend.generate(prompt, call)
+            told += answers
+        return answers
 
     async def stream(self, prompt: Prompt, call: Call) -> AsyncIterator[Answer]:
         await self._ticket.enter(prompt)
-        async with aclosing(self._backend.stream(prompt, call)) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                yield piece
+        with self._ticket.request(prompt) as told:
+            async with aclosing(self._backend.stream(prompt, call)) as pieces:  # type: ignore[type-var]
+                async for piece in pieces:
+                    told[:] = [piece]  # the last one has the tokens of all
+                    yield piece
 
     async def score(
         self, prompt: Prompt, continuations: Sequence[TokenIds | str], hints: Hints
     ) -> list[Score]:
         await self._ticket.enter(prompt)
-        return await self._backend.score(prompt, continuations, hints)
+        with self._ticket.request(prompt) as told:
+            scores = await self._backend.score(prompt, continuations, hints)
+            told.append(Answer(text=""))
+        return scores
 
     async def flush_cache(self) -> None:
         await self._backend.flush_cache()
@@ -257,7 +285,4 @@ def _key_of(prompt: Prompt) -> Key:
 
 
 def _shared(first: Any, last: Any) -> Any:
-    for index, (one, other) in enumerate(zip(first, last, strict=False)):
-        if one != other:
-            return first[:index]
-    return first[: min(len(first), len(last))]
+    return first[: common_length(first, last)]

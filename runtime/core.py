@@ -9,6 +9,7 @@ values, so that it can run on a thread or in a process of its own.
 """
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from sapwood.radix import PrefixCache
 from sapwood.runtime.request import ChunkResult, Request, Sequence, SequenceOutput
 from sapwood.runtime.scheduler import Scheduler
 from sapwood.runtime.step_plan import StepPlan
+from sapwood.runtime.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Executor(Protocol):
 class _Launched:
     plan: StepPlan
     step: StepInFlight
+    time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class EngineStats:
     num_taken_up: int  # requests that came back to a prefix kept warm for them
     num_finished_by_reason: dict[str, int]
     num_quarantines: int
+    fixed_rows_per_step: float | None  # rows that take as long as what every step costs
 
     @property
     def kv_usage(self) -> float:
@@ -98,6 +102,8 @@ class EngineCore:
         self._make_cache = make_cache
         self._num_ahead = int(overlap)  # steps left in flight when the core does something else
         self._in_flight: deque[_Launched] = deque()
+        self._step_times = StepTimes()
+        self._last_result = -math.inf  # when the step before had ended
         self._check_invariants = check_invariants
         self._num_finished_by_reason: Counter[str] = Counter()
         self._num_quarantines = 0
@@ -161,7 +167,8 @@ class EngineCore:
         """Begin the next step; False if there is none (yet)."""
         plan = self.scheduler.plan(self._clock())
         if plan is not None:
-            self._in_flight.append(_Launched(plan, self._executor.launch(plan)))
+            time = self._clock()
+            self._in_flight.append(_Launched(plan, self._executor.launch(plan), time))
         return plan is not None
 
     def _commit(self) -> list[SequenceOutput]:
@@ -171,6 +178,7 @@ class EngineCore:
         outputs: list[SequenceOutput] = []
         try:
             results = launched.step.result()
+            self._note_time(launched)
             outputs = self.scheduler.commit(launched.plan, results, self._clock())
             if self._check_invariants:
                 self.scheduler.check()
@@ -179,6 +187,12 @@ class EngineCore:
             told = {(o.request_id, o.answer_index) for o in outputs if o.finished}
             outputs += self._quarantine(error, members, told)
         return outputs
+
+    def _note_time(self, ended: _Launched) -> None:
+        """A step has begun with its launch, or when the one before it had ended."""
+        now = self._clock()
+        self._step_times.observe(ended.plan.num_rows, now - max(ended.time, self._last_result))
+        self._last_result = now
 
     def stats(self) -> EngineStats:
         cache, counters = self.scheduler.cache, self.scheduler.counters
@@ -199,6 +213,7 @@ class EngineCore:
             num_taken_up=counters.num_taken_up,
             num_finished_by_reason=dict(self._num_finished_by_reason),
             num_quarantines=self._num_quarantines,
+            fixed_rows_per_step=self._step_times.fixed_rows,
         )
 
     def _quarantine(

@@ -42,6 +42,7 @@ async def server_info(serving: ServingDep) -> dict[str, Any]:
             "cached_tokens": stats.cached_tokens,
             "computed_tokens": stats.computed_tokens,
             "generated_tokens": stats.generated_tokens,
+            "fixed_rows_per_step": stats.fixed_rows_per_step,
         },
     }
 

@@ -13,7 +13,6 @@ from tests.kernels.cases import all_cases
 from tests.kernels.claims import Case, Claim, Subject
 from tests.kernels.steps import LAYER, SCALE, Tail, make_step
 
-
 # Beyond their range exponentials are infinite, on a device without a word. The kernels divide by
 # them; the interpreter computes with numpy, which warns.
 OVERFLOWS = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
