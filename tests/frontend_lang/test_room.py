@@ -106,13 +106,17 @@ def test_what_prompts_share_takes_room_once() -> None:
     assert not room.fits(Prompt(text="", token_ids=(*shared, *range(11, 31))))
 
 
-def test_later_programs_come_in_as_those_before_them_have_grown() -> None:
-    room = Room(6100)
-    assert num_that_fit(room) == 5
-    perform(room, prompt(1), [250, 250])
-    assert num_that_fit(room) == 4  # 1,500 each
-    perform(room, prompt(2), [500, 500])
-    assert num_that_fit(room) == 3  # 2,000 each
+@pytest.mark.parametrize(
+    ("performed", "num"),
+    [([], 5), ([[250, 250]], 4), ([[250, 250], [500, 500]], 3), ([[500, 500], [250, 250]], 3)],
+)
+def test_later_programs_come_in_as_those_before_them_have_grown(
+    performed: list[list[int]], num: int
+) -> None:
+    room = Room(6100)  # of 1,128, 1,502 or 2,002 each
+    for index, rounds in enumerate(performed):
+        perform(room, prompt(index), rounds)
+    assert num_that_fit(room) == num
 
 
 def test_blocks_that_are_not_full_count_as_full() -> None:

@@ -185,7 +185,7 @@ class FakeEngine:
     def stats(self) -> Any:
         return SimpleNamespace(
             num_running=len(self.running), num_waiting=0, num_free_blocks=60, num_tree_blocks=4,
-            num_warm_blocks=0, num_taken_up=0,
+            num_warm_blocks=0, num_taken_up=0, fixed_rows_per_step=None,
             kv_usage=0.0, num_steps=1, computed_tokens=1, num_preemptions=0, num_quarantines=0,
             num_finished_by_reason=self._finished, **self._counts,
         )  # fmt: skip
