@@ -150,11 +150,11 @@ class Program:
         What the programs have in common is computed once, and they begin depth first over the tree
         of their prompts (`gate.py`). At most `num_threads` of them work at the backend, and run on
         threads, at once; "auto" is many, and no more than the backend's cache holds where computing
-        again would cost more (`room.py`). An async program needs no thread. With `generator_style` states come as
-        soon as they, and those before them, are done. `on_error="raise"`: the first error of any
-        of them is raised, and the others are aborted; `"return"`: its state's `error()` tells.
-        `options` are those of `run`; a `timeout` is each program's own, without its wait for its
-        turn.
+        again would cost more (`room.py`). An async program needs no thread. With `generator_style`
+        states come as soon as they, and those before them, are done. `on_error="raise"`: the first
+        error of any of them is raised, and the others are aborted; `"return"`: its state's
+        `error()` tells. `options` are those of `run`; a `timeout` is each program's own, without
+        its wait for its turn.
         """
         from sapwood.frontend_lang.batch import BatchPlan, run_batch
 
