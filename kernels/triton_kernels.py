@@ -27,7 +27,7 @@ from sapwood.kernels.interface import (
 )
 from sapwood.kernels.reference import Projection
 from sapwood.kernels.segments import AttentionPlan
-from sapwood.kernels.staging import Staging
+from sapwood.kernels.staging import Staging, send
 from sapwood.kernels.tile_packing import TileCapacity, WindowSections, pack
 from sapwood.kernels.tile_shapes import TileShapes
 from sapwood.kernels.tiles import TilePlan, plan_tiles
@@ -172,7 +172,7 @@ class TritonKernels:
         packed = pack(plans)
         assert packed is not None, "without a capacity every plan fits"
         return TritonAttention(
-            tables=_on_device(torch.from_numpy(packed.buffer), spec.device),
+            tables=send({"tables": packed.buffer}, spec.device)["tables"],
             sections=packed.sections,
             workspace=_workspace(packed.num_partials, spec),
             num_kv_tokens_read=_num_kv_tokens_read(plans),
@@ -328,11 +328,6 @@ def _workspace(num_partials: int, spec: KVCacheSpec) -> Workspace:
 
 def _num_kv_tokens_read(plans: Mapping[int | None, TilePlan]) -> int:
     return max(plan.num_kv_tokens_read for plan in plans.values())
-
-
-def _on_device(array: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`. From page-locked memory: the host does not wait."""
-    return array.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else array
 
 
 def _num_programs(shapes: TileShapes, spec: KVCacheSpec) -> int:

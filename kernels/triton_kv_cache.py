@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +31,7 @@ from sapwood.kernels.interface import (
 from sapwood.kernels.kernel_form import KernelForm, next_power_of_two
 from sapwood.kernels.model_shapes import MODEL_SHAPES, ModelShape
 from sapwood.kernels.specialization import Specialization
+from sapwood.kernels.staging import send
 
 _TILE_ELEMENTS = 2048  # of heads that one program takes at most
 _WORD = torch.int32  # what copies move: rows are a multiple of 4 bytes long
@@ -598,7 +600,7 @@ def _copy(
     kv: KVCache, sources: list[_Runs], targets: list[_Runs], copies: Sequence[RowCopy]
 ) -> None:
     spec = kv.spec
-    on_device = _send(copies, kv.keys.device)
+    sent = send({"copies": np.array(copies, np.int32)}, spec.device)
     for source, target, row_words in zip(sources, targets, _row_words(spec), strict=True):
         form = _copy_form(spec, row_words)
         _copy_runs[(len(copies), spec.num_layers * spec.num_kv_heads)](
@@ -606,7 +608,7 @@ def _copy(
             source.values,
             target.keys,
             target.values,
-            on_device,
+            sent["copies"],
             source.layer_stride,
             source.block_stride,
             target.layer_stride,
@@ -614,13 +616,6 @@ def _copy(
             **form.constants,
             **form.options,
         )
-
-
-def _send(copies: Sequence[RowCopy], device: torch.device) -> Tensor:
-    """int32 [n, 3] on the device, without a wait: from memory that the device reads by itself."""
-    is_cuda = device.type == "cuda"
-    on_host = torch.tensor(copies, dtype=torch.int32, pin_memory=is_cuda)
-    return on_host.to(device, non_blocking=True)
 
 
 def _with_whole_rows(heads: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ works: everything is queued on one stream, which runs in order.
 
 `load n+1` overwrites the static inputs behind the last kernel that reads them for step n, and
 `forward n+1` overwrites the logits behind the kernels that draw from them. What the host writes
-meanwhile are page-locked buffers, each filled again only when its copy has ended (kernels/
+meanwhile are page-locked buffers, none of them before a copy out of it has ended (kernels/
 staging.py). So whoever reads logits queues that before the next forward pass, and no later.
 """
 

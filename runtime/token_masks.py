@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood.kernels.host_copies import send
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.staging import send
 from sapwood.runtime.constraints.interface import GrammarError, Matcher
 
 logger = logging.getLogger(__name__)
