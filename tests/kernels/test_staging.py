@@ -83,11 +83,16 @@ def test_what_is_on_a_device_has_the_dtype_and_shape_of_its_array() -> None:
 
 
 def test_no_buffer_is_filled_again_while_its_copy_is_under_way() -> None:
-    """And the host waits for none of them, whatever their sizes."""
+    """And the host waits for none of them, whatever their sizes, and may use its arrays again."""
     device = LateTransfers()
     staging = Staging(CPU, transfers=device)
     steps = [(num_rows, num_rows % 3) for num_rows in (1, 30_000, 2, 30_000, *range(16))]
-    sent = [staging.send(arrays_of(seed, num_rows)) for num_rows, seed in steps]
+    sent = []
+    for num_rows, seed in steps:
+        arrays = arrays_of(seed, num_rows)
+        sent.append(staging.send(arrays))
+        for array in arrays.values():
+            array.fill(0)
     assert len(device.queue) == len(steps)
     device.catch_up()
     for tensors, (num_rows, seed) in zip(sent, steps, strict=True):
