@@ -90,18 +90,16 @@ class StaticTritonAttention:
         """Of the plan that was loaded last."""
         return self._num_kv_tokens_read
 
-    def load(self, plan: AttentionPlan) -> bool:
-        """Make the tables hold `plan`, behind what the stream does now; False, and no change,
-        where it does not fit."""
-        if plan.num_rows > self._num_rows:
-            return False
+    def load(self, plan: AttentionPlan) -> StaticTritonAttention | TritonAttention:
+        """Make the tables hold `plan`, behind what the stream does now; where it does not fit, it
+        gets tables of its own."""
         plans = self._kernels.plan_tiles(plan, self._spec)
-        packed = pack(plans, self._capacity)
+        packed = pack(plans, self._capacity) if plan.num_rows <= self._num_rows else None
         if packed is None:
-            return False
+            return _in_own_tables(plans, self._spec)
         self._staging.send_into(self._prepared.tables, packed.buffer[: packed.num_used])
         self._num_kv_tokens_read = _num_kv_tokens_read(plans)
-        return True
+        return self
 
 
 class TritonKernels:
@@ -168,15 +166,7 @@ class TritonKernels:
         triton_kv_cache.copy_rows(kv, copies)
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> TritonAttention:
-        plans = self.plan_tiles(plan, spec)
-        packed = pack(plans)
-        assert packed is not None, "without a capacity every plan fits"
-        return TritonAttention(
-            tables=send({"tables": packed.buffer}, spec.device)["tables"],
-            sections=packed.sections,
-            workspace=_workspace(packed.num_partials, spec),
-            num_kv_tokens_read=_num_kv_tokens_read(plans),
-        )
+        return _in_own_tables(self.plan_tiles(plan, spec), spec)
 
     def plan_tiles(self, plan: AttentionPlan, spec: KVCacheSpec) -> dict[int | None, TilePlan]:
         """The tiles of a step for each of the spec's windows; windows that hide nothing share
@@ -319,6 +309,17 @@ class TritonKernels:
         activation: Activation = Activation.SILU,
     ) -> Tensor:
         return self.linear(self.activate_and_mul(gate_up, activation), packed, residual)
+
+
+def _in_own_tables(plans: Mapping[int | None, TilePlan], spec: KVCacheSpec) -> TritonAttention:
+    packed = pack(plans)
+    assert packed is not None, "without a capacity every plan fits"
+    return TritonAttention(
+        tables=send({"tables": packed.buffer}, spec.device)["tables"],
+        sections=packed.sections,
+        workspace=_workspace(packed.num_partials, spec),
+        num_kv_tokens_read=_num_kv_tokens_read(plans),
+    )
 
 
 def _workspace(num_partials: int, spec: KVCacheSpec) -> Workspace:
