@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, commit, machine, make_parser, settings, write_json
+from common import RESULTS, ROOT, commit, machine, make_parser, settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +66,14 @@ def main() -> None:
         {**form, "resident_programs": MULTIPROCESSORS[form["target"]].resident(form)}
         for form in found
     ]
-    result = {
+    facts = {
         "machine": machine(),
         "commit": commit(),
         "settings": settings(arguments),
         "multiprocessors": {target: asdict(sm) for target, sm in MULTIPROCESSORS.items()},
-        "forms": forms,
     }
-    write_json(arguments.out, result)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(as_json(facts, forms), encoding="utf-8")
     arguments.out.with_suffix(".md").write_text(markdown(forms), encoding="utf-8")
 
 
@@ -101,6 +101,13 @@ def compiled(num_processes: int, match: str) -> Iterator[dict[str, Any]]:
         if process.returncode:
             raise RuntimeError("a kernel did not compile; the message is above")
         yield from map(json.loads, out.splitlines())
+
+
+def as_json(facts: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> str:
+    """The facts and, as "forms", a line for each form: a form that changed is a line that did."""
+    head = json.dumps(facts, indent=1, default=str).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(form)}" for form in forms)
+    return f'{head},\n "forms": [\n{lines}\n ]\n}}\n'
 
 
 def markdown(forms: Sequence[Mapping[str, Any]]) -> str:

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.kernels.host_copies import send
 from sapwood.kernels.interface import DrawnTokens, DrawParams
+from sapwood.kernels.staging import send
 
 # How many logits are worked on at once: 32 MiB in float64, whatever the batch and the vocabulary.
 SLICE_SIZE = 2**22

@@ -1,13 +1,12 @@
-"""Copies between a device and its host for which nobody waits before they are needed.
+"""Copies from a device to its host for which nobody waits before they are needed.
 
-A copy from or to ordinary memory makes the host wait until the device has done all it was asked
-for, and each copy costs some microseconds to start. So what belongs together goes in one copy, and
-on the host's side in page-locked memory. On a CPU nothing is copied.
+As on the way there (staging.py), what belongs together goes in one copy, and on the host's side in
+page-locked memory. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,24 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[np.generic]
-
-
-def send(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
-    """A tensor on `device` for each array, all of 8-byte elements. The host goes on at once.
-
-    On a CPU they share the arrays' memory. O(bytes) on the host.
-    """
-    if device.type == "cpu":
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    words = [array.reshape(-1).view(np.int64) for array in arrays.values()]
-    host = torch.empty(sum(map(len, words)), dtype=torch.int64, pin_memory=device.type == "cuda")
-    np.concatenate(words, out=host.numpy())
-    # The allocator of page-locked memory gives it to nobody else before the copy has ended.
-    sections = torch.split(host.to(device, non_blocking=True), [len(part) for part in words])
-    return {
-        name: section.view(torch.from_numpy(array).dtype).view(array.shape)
-        for (name, array), section in zip(arrays.items(), sections, strict=True)
-    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -201,8 +201,9 @@ class StaticAttention(PreparedAttention, Protocol):
     plan, only what is computed.
     """
 
-    def load(self, plan: AttentionPlan) -> bool:
-        """Become `plan`; False, and nothing has changed, where that does not fit.
+    def load(self, plan: AttentionPlan) -> PreparedAttention:
+        """Become `plan`, and return this one; where that does not fit, nothing has changed, and
+        what is returned is what `Kernels.plan_attention` gives.
 
         Rows beyond the plan's attend to nothing, their results are undefined. What is queued on the
         current stream before still sees the old plan. Before the first, there is a plan of no rows.

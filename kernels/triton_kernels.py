@@ -27,7 +27,7 @@ from sapwood.kernels.interface import (
 )
 from sapwood.kernels.reference import Projection
 from sapwood.kernels.segments import AttentionPlan
-from sapwood.kernels.staging import Staging
+from sapwood.kernels.staging import Staging, send
 from sapwood.kernels.tile_packing import TileCapacity, WindowSections, pack
 from sapwood.kernels.tile_shapes import TileShapes
 from sapwood.kernels.tiles import TilePlan, plan_tiles
@@ -90,18 +90,16 @@ class StaticTritonAttention:
         """Of the plan that was loaded last."""
         return self._num_kv_tokens_read
 
-    def load(self, plan: AttentionPlan) -> bool:
-        """Make the tables hold `plan`, behind what the stream does now; False, and no change,
-        where it does not fit."""
-        if plan.num_rows > self._num_rows:
-            return False
+    def load(self, plan: AttentionPlan) -> StaticTritonAttention | TritonAttention:
+        """Make the tables hold `plan`, behind what the stream does now; where it does not fit, it
+        gets tables of its own."""
         plans = self._kernels.plan_tiles(plan, self._spec)
-        packed = pack(plans, self._capacity)
+        packed = pack(plans, self._capacity) if plan.num_rows <= self._num_rows else None
         if packed is None:
-            return False
+            return _in_own_tables(plans, self._spec)
         self._staging.send_into(self._prepared.tables, packed.buffer[: packed.num_used])
         self._num_kv_tokens_read = _num_kv_tokens_read(plans)
-        return True
+        return self
 
 
 class TritonKernels:
@@ -168,15 +166,7 @@ class TritonKernels:
         triton_kv_cache.copy_rows(kv, copies)
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> TritonAttention:
-        plans = self.plan_tiles(plan, spec)
-        packed = pack(plans)
-        assert packed is not None, "without a capacity every plan fits"
-        return TritonAttention(
-            tables=_on_device(torch.from_numpy(packed.buffer), spec.device),
-            sections=packed.sections,
-            workspace=_workspace(packed.num_partials, spec),
-            num_kv_tokens_read=_num_kv_tokens_read(plans),
-        )
+        return _in_own_tables(self.plan_tiles(plan, spec), spec)
 
     def plan_tiles(self, plan: AttentionPlan, spec: KVCacheSpec) -> dict[int | None, TilePlan]:
         """The tiles of a step for each of the spec's windows; windows that hide nothing share
@@ -321,6 +311,17 @@ class TritonKernels:
         return self.linear(self.activate_and_mul(gate_up, activation), packed, residual)
 
 
+def _in_own_tables(plans: Mapping[int | None, TilePlan], spec: KVCacheSpec) -> TritonAttention:
+    packed = pack(plans)
+    assert packed is not None, "without a capacity every plan fits"
+    return TritonAttention(
+        tables=send({"tables": packed.buffer}, spec.device)["tables"],
+        sections=packed.sections,
+        workspace=_workspace(packed.num_partials, spec),
+        num_kv_tokens_read=_num_kv_tokens_read(plans),
+    )
+
+
 def _workspace(num_partials: int, spec: KVCacheSpec) -> Workspace:
     num_heads = spec.num_kv_heads * spec.group_size
     return Workspace.allocate(num_partials, num_heads, spec.head_dim, spec.device)
@@ -328,11 +329,6 @@ def _workspace(num_partials: int, spec: KVCacheSpec) -> Workspace:
 
 def _num_kv_tokens_read(plans: Mapping[int | None, TilePlan]) -> int:
     return max(plan.num_kv_tokens_read for plan in plans.values())
-
-
-def _on_device(array: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`. From page-locked memory: the host does not wait."""
-    return array.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else array
 
 
 def _num_programs(shapes: TileShapes, spec: KVCacheSpec) -> int:

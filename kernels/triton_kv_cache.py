@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +31,7 @@ from sapwood.kernels.interface import (
 from sapwood.kernels.kernel_form import KernelForm, next_power_of_two
 from sapwood.kernels.model_shapes import MODEL_SHAPES, ModelShape
 from sapwood.kernels.specialization import Specialization
+from sapwood.kernels.staging import send
 
 _TILE_ELEMENTS = 2048  # of heads that one program takes at most
 _WORD = torch.int32  # what copies move: rows are a multiple of 4 bytes long
@@ -237,15 +239,11 @@ def _write_kv(
 
 @triton.jit
 def _copy_runs(
-    source_keys: tl.tensor,
-    source_values: tl.tensor,
-    target_keys: tl.tensor,
-    target_values: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
     copies: tl.tensor,
-    source_layer_stride: tl.tensor,
-    source_block_stride: tl.tensor,
-    target_layer_stride: tl.tensor,
-    target_block_stride: tl.tensor,
+    layer_stride: tl.tensor,
+    block_stride: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROW_WORDS: tl.constexpr,
@@ -258,19 +256,18 @@ def _copy_runs(
     """
     copy = copies + tl.program_id(0) * 3
     layer = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
-    run = tl.program_id(1) % NUM_KV_HEADS * (BLOCK_SIZE * ROW_WORDS)
-    source = layer * source_layer_stride + tl.load(copy) * source_block_stride.to(tl.int64) + run
-    target = (
-        layer * target_layer_stride + tl.load(copy + 1) * target_block_stride.to(tl.int64) + run
-    )
+    head = tl.program_id(1) % NUM_KV_HEADS
+    runs = layer * layer_stride + head * (BLOCK_SIZE * ROW_WORDS)
+    source = runs + tl.load(copy) * block_stride.to(tl.int64)
+    target = runs + tl.load(copy + 1) * block_stride.to(tl.int64)
     num_words = tl.load(copy + 2) * ROW_WORDS
     for start in range(0, BLOCK_SIZE * ROW_WORDS, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < num_words
-        key = tl.load(source_keys + source + at, mask=inside)
-        value = tl.load(source_values + source + at, mask=inside)
-        tl.store(target_keys + target + at, key, mask=inside)
-        tl.store(target_values + target + at, value, mask=inside)
+        key = tl.load(keys + source + at, mask=inside)
+        value = tl.load(values + source + at, mask=inside)
+        tl.store(keys + target + at, key, mask=inside)
+        tl.store(values + target + at, value, mask=inside)
 
 
 def rotary_and_write(
@@ -343,43 +340,23 @@ def write_kv(kv: KVCache, layer: int, key: Tensor, value: Tensor, slots: Tensor)
 
 def copy_rows(kv: KVCache, copies: Sequence[RowCopy]) -> None:
     """`Kernels.copy_rows`: all copies in all layers are one launch, scales are a second."""
-    if copies:
-        runs = _runs_of_cache(kv)
-        _copy(kv, runs, runs, copies)
-
-
-def num_block_bytes(kv: KVCache) -> int:
-    """Bytes of a block with all its layers, as a row of `gather_blocks` has them."""
-    return kv.spec.block_size * kv.spec.num_bytes_per_token
-
-
-def gather_blocks(kv: KVCache, block_ids: Sequence[int]) -> Tensor:
-    """The blocks' contents behind each other, uint8 [len(block_ids), num_block_bytes].
-
-    A block's row has its keys of all layers, its values, and the scales of both: what leaves the
-    device is one transfer, however many layers there are.
-    """
-    shape = (len(block_ids), num_block_bytes(kv))
-    buffer = torch.empty(shape, dtype=torch.uint8, device=kv.keys.device)
-    size = kv.spec.block_size
-    copies = [RowCopy(block_id, index, size) for index, block_id in enumerate(block_ids)]
-    if copies:
-        _copy(kv, _runs_of_cache(kv), _runs_of_buffer(kv, buffer), copies)
-    return buffer
-
-
-def scatter_blocks(kv: KVCache, block_ids: Sequence[int], buffer: Tensor) -> None:
-    """Put what `gather_blocks` made into blocks, each once, of a cache with the same layers."""
-    shape = (len(block_ids), num_block_bytes(kv))
-    if buffer.shape != shape or buffer.dtype != torch.uint8:
-        raise ValueError(
-            f"the buffer is {buffer.dtype} {list(buffer.shape)}, {len(block_ids)} blocks are "
-            f"uint8 {list(shape)}"
+    if not copies:
+        return
+    spec = kv.spec
+    sent = send({"copies": np.array(copies, np.int32)}, spec.device)
+    words = [tensor.view(_WORD) for tensor in kv.tensors]
+    pairs = zip(words[::2], words[1::2], strict=True)  # keys and values, then their scales
+    for (keys, values), row_words in zip(pairs, _row_words(spec), strict=True):
+        form = _copy_form(spec, row_words)
+        _copy_runs[(len(copies), spec.num_layers * spec.num_kv_heads)](
+            keys,
+            values,
+            sent["copies"],
+            keys.stride(0),
+            keys.stride(1),
+            **form.constants,
+            **form.options,
         )
-    size = kv.spec.block_size
-    copies = [RowCopy(index, block_id, size) for index, block_id in enumerate(block_ids)]
-    if copies:
-        _copy(kv, _runs_of_buffer(kv, buffer.contiguous()), _runs_of_cache(kv), copies)
 
 
 def kept_bytes(kv: KVCache) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -457,17 +434,14 @@ def _write_specializations(
 
 
 def _copy_specializations(shape: ModelShape, spec: KVCacheSpec) -> Iterator[Specialization]:
-    strides = ("source_layer", "source_block", "target_layer", "target_block")
     for row_words in _row_words(spec):
         what = "scales" if row_words == 1 else f"rows-of-{4 * row_words}-bytes"
         yield _copy_form(spec, row_words).specialization(
             f"copy-{what}-{shape.name}",
             _copy_runs,
             {
-                **dict.fromkeys(("source_keys", "source_values"), "*i32"),
-                **dict.fromkeys(("target_keys", "target_values"), "*i32"),
-                "copies": "*i32",
-                **{f"{stride}_stride": "i32:16" for stride in strides},
+                **dict.fromkeys(("keys", "values", "copies"), "*i32"),
+                **dict.fromkeys(("layer_stride", "block_stride"), "i32:16"),
             },
         )
 
@@ -559,68 +533,10 @@ def _tile(num_heads: int, head_dim: int) -> _Tile:
     return _Tile(min(largest_divisor, max(1, _TILE_ELEMENTS // dims)), dims)
 
 
-class _Runs(NamedTuple):
-    """Where two tensors of blocks' runs lie, in words: one of keys, one of values."""
-
-    keys: Tensor
-    values: Tensor
-    layer_stride: int
-    block_stride: int
-
-
-def _runs_of_cache(kv: KVCache) -> list[_Runs]:
-    """Keys and values, and behind them their scales if there are any."""
-    tensors = [tensor.view(_WORD) for tensor in kv.tensors]
-    pairs = zip(tensors[::2], tensors[1::2], strict=True)
-    return [_Runs(keys, values, keys.stride(0), keys.stride(1)) for keys, values in pairs]
-
-
-def _runs_of_buffer(kv: KVCache, buffer: Tensor) -> list[_Runs]:
-    """The same in a buffer of `gather_blocks`."""
-    words, spec = buffer.view(_WORD), kv.spec
-    runs, first = [], 0
-    for row_words in _row_words(spec):
-        layer_words = spec.num_kv_heads * spec.block_size * row_words
-        num_words = spec.num_layers * layer_words
-        values = words[:, first + num_words :]
-        runs.append(_Runs(words[:, first:], values, layer_words, words.stride(0)))
-        first += 2 * num_words
-    return runs
-
-
 def _row_words(spec: KVCacheSpec) -> list[int]:
     """Words of a head's row, and of its scale if there are any."""
     row_bytes = spec.head_dim * spec.dtype.itemsize
     return [row_bytes // _WORD.itemsize, *([1] if spec.is_quantized else [])]
-
-
-def _copy(
-    kv: KVCache, sources: list[_Runs], targets: list[_Runs], copies: Sequence[RowCopy]
-) -> None:
-    spec = kv.spec
-    on_device = _send(copies, kv.keys.device)
-    for source, target, row_words in zip(sources, targets, _row_words(spec), strict=True):
-        form = _copy_form(spec, row_words)
-        _copy_runs[(len(copies), spec.num_layers * spec.num_kv_heads)](
-            source.keys,
-            source.values,
-            target.keys,
-            target.values,
-            on_device,
-            source.layer_stride,
-            source.block_stride,
-            target.layer_stride,
-            target.block_stride,
-            **form.constants,
-            **form.options,
-        )
-
-
-def _send(copies: Sequence[RowCopy], device: torch.device) -> Tensor:
-    """int32 [n, 3] on the device, without a wait: from memory that the device reads by itself."""
-    is_cuda = device.type == "cuda"
-    on_host = torch.tensor(copies, dtype=torch.int32, pin_memory=is_cuda)
-    return on_host.to(device, non_blocking=True)
 
 
 def _with_whole_rows(heads: Tensor) -> Tensor:

@@ -56,12 +56,17 @@ class BatchArrays(NamedTuple):
             + (ends_in_batch - last_logits).repeat(num_logits),
         )
 
+    def sent(self, staging: Staging, attention: object) -> ForwardBatch:
+        """The batch on the device, in one copy, with what the kernels prepared for it."""
+        return ForwardBatch(**staging.send(self._asdict()), attention=attention)
+
 
 class StaticBatches(Protocol):
     """Has memory for some batches that stays where it is (cuda_graphs.py)."""
 
     def load(self, arrays: BatchArrays, plan: AttentionPlan) -> ForwardBatch | None:
-        """The batch in that memory, which is the next to be run; None where it does not fit."""
+        """The batch, which is the next to be run, in that memory, or elsewhere if its attention was
+        planned before it was known not to fit; None where nothing is planned for it."""
         ...
 
 
@@ -78,16 +83,17 @@ class BatchBuilder:
         self._staging = Staging(spec.device)
 
     def build(self, plan: StepPlan) -> ForwardBatch:
-        """The plan's tensors, brought to the device in one copy beside that of its attention."""
+        """The plan's tensors, brought to the device in one copy beside that of its attention.
+
+        Its attention is planned once.
+        """
         arrays = BatchArrays.of(plan, self._spec.block_size)
         if self._static is not None:
             batch = self._static.load(arrays, plan.attention)
             if batch is not None:
                 return batch
-        return ForwardBatch(
-            **self._staging.send(arrays._asdict()),
-            attention=self._kernels.plan_attention(plan.attention, self._spec),
-        )
+        attention = self._kernels.plan_attention(plan.attention, self._spec)
+        return arrays.sent(self._staging, attention)
 
 
 def _slots(

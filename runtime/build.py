@@ -156,10 +156,7 @@ def _build(config: EngineConfig, clock: Callable[[], float]) -> EngineParts:
         token_bytes=tokenizer.token_bytes,
     )
     masks = TokenMasks(
-        kernels,
-        num_rows=config.scheduler.max_num_seqs,
-        vocab_size=loaded.config.vocab_size,
-        device=device,
+        kernels, num_rows=config.scheduler.max_num_seqs, vocab_size=loaded.config.vocab_size
     )
     core = EngineCore(
         scheduler,

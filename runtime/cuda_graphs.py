@@ -21,7 +21,7 @@ works: everything is queued on one stream, which runs in order.
 
 `load n+1` overwrites the static inputs behind the last kernel that reads them for step n, and
 `forward n+1` overwrites the logits behind the kernels that draw from them. What the host writes
-meanwhile are page-locked buffers, each filled again only when its copy has ended (kernels/
+meanwhile are page-locked buffers, none of them before a copy out of it has ended (kernels/
 staging.py). So whoever reads logits queues that before the next forward pass, and no later.
 """
 
@@ -163,17 +163,19 @@ class GraphedModel:
             self._record(graph)
 
     def load(self, arrays: BatchArrays, plan: AttentionPlan) -> ForwardBatch | None:
-        """The batch in static buffers if there is a graph for it, None if there is not.
+        """The batch in static buffers if there is a graph for it, None if there is not; in tensors
+        of its own where the graph has no room for its attention.
 
-        Its tensors are those buffers' first rows: they may be overwritten in place until the
-        forward pass, and are overwritten by the next `load`.
+        The first rows of static buffers may be overwritten in place until the forward pass, and are
+        overwritten by the next `load`.
         """
         num_rows = len(arrays.input_ids)
         if num_rows > self.max_rows or len(arrays.logits_rows) != num_rows:
             return None
         graph = next(graph for graph in self._graphs if graph.num_rows >= num_rows)
-        if not graph.attention.load(plan):
-            return None
+        attention = graph.attention.load(plan)
+        if attention is not graph.attention:
+            return arrays.sent(self._staging, attention)
         self._fill(arrays)
         batch = self._batch(graph, num_rows)
         self._loaded = _Loaded(batch, graph)

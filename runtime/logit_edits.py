@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.kernels.host_copies import send
+from sapwood.kernels.staging import send
 from sapwood.runtime.sampling_row import SamplingRow
 
 Array = NDArray[np.int64] | NDArray[np.float64]

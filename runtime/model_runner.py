@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood.kernels.host_copies import send
 from sapwood.kernels.interface import Kernels, KVCache, RowCopy
+from sapwood.kernels.staging import send
 from sapwood.runtime.batch import BatchBuilder, ForwardBatch
 from sapwood.runtime.compute_threads import ComputeThreads
 from sapwood.runtime.request import ChunkResult, Sequence

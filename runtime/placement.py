@@ -15,6 +15,7 @@ from sapwood.runtime.config import CacheOptions
 from sapwood.runtime.cuda_graphs import GraphPlan
 from sapwood.runtime.device_memory import DeviceUse, gib
 from sapwood.runtime.errors import ConfigError
+from sapwood.runtime.first_launches import launch_the_rest
 from sapwood.runtime.kv_sizing import make_kv_cache, num_blocks_on_cpu, num_blocks_on_gpu
 from sapwood.runtime.memory_trial import MemoryMeter, MemoryTrial, StepLimits
 from sapwood.runtime.model_runner import Model as RunnableModel
@@ -56,8 +57,10 @@ def place_on_gpu(
 ) -> PlacedModel:
     """Try out what steps and graphs take, give the KV cache what is left, and record the graphs.
 
+    Afterwards every operation that steps ask of the kernels was launched once.
+
     `free_at_first` bytes were free before the model was loaded. Raises ConfigError where something
-    does not fit. Cost: a few steps, and seconds for recording.
+    does not fit. Cost: a few steps, and seconds for compiling and recording.
     """
     block_bytes = model.kv_spec(1, cache.block_size).num_bytes
     trial = MemoryTrial(model=model, kernels=kernels, limits=limits, meter=meter)
@@ -67,6 +70,7 @@ def place_on_gpu(
     num_blocks = num_blocks_on_gpu(cache, block_bytes, use)
     kv = make_kv_cache(kernels, model.kv_spec(num_blocks, cache.block_size))
     _tell(use, kv)
+    launch_the_rest(model, kernels, kv, limits)
     if graphs is None:
         return PlacedModel(model=model, kv=kv, batches=BatchBuilder(kernels, kv.spec))
     with memory_for("the graphs", "lower memory_fraction or max_graph_rows, or use none"):

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.kernels.host_copies import HostCopy, send
+from sapwood.kernels.host_copies import HostCopy
 from sapwood.kernels.interface import NUM_DRAW_PARAMS, DrawParams, Kernels
 from sapwood.kernels.reference import ReferenceKernels
+from sapwood.kernels.staging import send
 from sapwood.runtime.logit_edits import apply_edits, edits_of
 from sapwood.runtime.noise import uniform
 from sapwood.runtime.request import SampledToken

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sapwood.kernels.drawing import slices
-from sapwood.kernels.host_copies import Array, HostCopy, send
+from sapwood.kernels.host_copies import Array, HostCopy
+from sapwood.kernels.staging import send
 from sapwood.runtime.outputs import Logprob, TokenLogprobs
 from sapwood.runtime.request import TokenIds
 from sapwood.runtime.sampling_row import SamplingRow

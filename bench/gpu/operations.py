@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu.context import Context
+from gpu.draws import wrong_rows
 from gpu.models import QWEN3_8B, TINY_QWEN3
 from gpu.sections import Row
 from gpu.steps import BLOCK_SIZE
@@ -222,7 +223,8 @@ def _draws(context: Context) -> Iterator[Row]:
 def _draw_row(context: Context, draw: Draw, logits: Tensor) -> Row:
     params = draw.params(*logits.shape, context.device)
     got = context.kernels.draw_tokens(logits, params)
-    expected = load_kernels("reference").draw_tokens(logits, params)
+    expected = load_kernels("reference").draw_tokens(logits, params).token_ids
+    num_wrong = len(wrong_rows(got.token_ids, expected, logits, params))
     seconds = context.seconds(lambda: context.kernels.draw_tokens(logits, params))
     with_sort = context.seconds(lambda: load_kernels("reference").draw_tokens(logits, params))
     return Row(
@@ -234,9 +236,10 @@ def _draw_row(context: Context, draw: Draw, logits: Tensor) -> Row:
             "% of copy": logits.nbytes / seconds / context.ceilings.copy_bytes * 100,
             "torch us": with_sort * 1e6,
             "x of torch": with_sort / seconds,
+            "other tokens": int((got.token_ids != expected).sum()),
         },
-        bar="the same tokens as torch",
-        is_met=torch.equal(got.token_ids, expected.token_ids) and bool(got.is_sound.all()),
+        bar="torch's tokens, but for the last places of exponentials",
+        is_met=num_wrong == 0 and bool(got.is_sound.all()),
     )
 
 

@@ -7,12 +7,17 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gpu.draws import wrong_rows
 from gpu.engine import busy_share, busy_time, graphs_at_start
 from gpu.processes import Outcome, Worker, environment_of
 from gpu.report import Report, merged_rows
 from gpu.sections import SECTIONS, Scale
+
+from sapwood.kernels import load_kernels
+from tests.kernels.drawing_oracle import Draw, params_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,3 +222,45 @@ def test_overlapping_work_of_the_device_counts_once() -> None:
     assert busy_time(intervals) == pytest.approx(8.0)
     assert busy_share(intervals) == pytest.approx(0.8)
     assert busy_share([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("draw", "right"),
+    [
+        ({"noise": 0.3}, [1]),
+        ({"noise": 0.25}, [0, 1]),  # where the second quarter begins
+        ({"noise": 0.25 - 2**-40}, [0]),
+        (
+            {"noise": 0.9, "top_p": 0.5},
+            [1, 2],
+        ),  # half lies before the third, which is none too little
+        ({"noise": 0.9, "top_p": 0.5 - 2**-40}, [1]),
+        ({"noise": 0.9, "min_p": 1.0}, [3]),
+        ({"noise": 0.9, "top_k": 2}, [1]),
+        ({"noise": 0.25, "temperature": 0.0}, [0]),  # the first of the best, whatever the noise
+    ],
+    ids=str,
+)
+def test_a_token_may_be_another_only_beside_a_border(
+    draw: dict[str, float], right: list[int]
+) -> None:
+    """Of four equal tokens. The rows around it have torch's."""
+    logits = torch.zeros(3, 4)
+    params = params_of([Draw(noise=0.6), Draw(**draw), Draw(noise=0.6)], logits.device)
+    expected = load_kernels("reference").draw_tokens(logits, params).token_ids
+    for token in range(4):
+        drawn = expected.clone()
+        drawn[1] = token
+        wrong = wrong_rows(drawn, expected, logits, params).tolist()
+        assert wrong == ([] if token in right else [1]), token
+
+
+def test_min_p_may_take_or_leave_what_has_just_that_share() -> None:
+    logits = torch.tensor([[0.0, -0.7]])
+    share = float(np.exp(np.float64(np.float32(-0.7))))
+    for min_p, right in ((share, [0, 1]), (share * 1.001, [0]), (share * 0.999, [1])):
+        params = params_of([Draw(noise=0.9, min_p=min_p)], logits.device)
+        expected = load_kernels("reference").draw_tokens(logits, params).token_ids
+        for token in (0, 1):
+            wrong = wrong_rows(torch.tensor([token]), expected, logits, params)
+            assert (len(wrong) == 0) == (token in right), (min_p, token)

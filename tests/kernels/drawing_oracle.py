@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sapwood.kernels.host_copies import send
 from sapwood.kernels.interface import NUM_DRAW_PARAMS, DrawParams
+from sapwood.kernels.staging import send
 
 LARGEST_NOISE = 1 - 2.0**-53
 

@@ -9,47 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood.kernels.staging import ALIGNMENT, Staging
+from sapwood.kernels.staging import ALIGNMENT, Staging, send
 
 CPU = torch.device("cpu")
 
 
 @dataclass
 class LateTransfers:
-    """A device that does what it was asked for in that order, and only when somebody waits."""
+    """A device that does what it was asked for in that order, and only when it catches up."""
 
-    queue: deque["LateWork"] = field(default_factory=deque)
+    queue: deque[Callable[[], object]] = field(default_factory=deque)
     num_copies: int = 0
-    num_host_buffers: int = 0
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        self.num_host_buffers += 1
         return torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
 
     def device_buffer(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 0x5A, dtype=torch.uint8)
 
-    def copy(self, source: Tensor, target: Tensor) -> "LateWork":
+    def copy(self, source: Tensor, target: Tensor) -> None:
         self.num_copies += 1
-        return self.ask(lambda: target.copy_(source))
+        self.ask(lambda: target.copy_(source))
 
-    def ask(self, work: Callable[[], object]) -> "LateWork":
-        self.queue.append(LateWork(self, work))
-        return self.queue[-1]
+    def ask(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
 
-    def catch_up(self, last: "LateWork | None" = None) -> None:
-        """Do all that was asked for, or all up to one thing."""
-        while self.queue and (last is None or last in self.queue):
-            self.queue.popleft().work()
-
-
-@dataclass(eq=False)
-class LateWork:
-    device: LateTransfers
-    work: Callable[[], object]
-
-    def wait(self) -> None:
-        self.device.catch_up(self)
+    def catch_up(self) -> None:
+        """Do all that was asked for."""
+        while self.queue:
+            self.queue.popleft()()
 
 
 def arrays_of(seed: int, num_rows: int = 5) -> dict[str, np.ndarray]:
@@ -85,34 +73,30 @@ def test_every_array_is_aligned_in_its_buffer() -> None:
     )
 
 
-def test_a_buffer_is_not_filled_again_while_its_copy_is_under_way() -> None:
+def test_what_is_on_a_device_has_the_dtype_and_shape_of_its_array() -> None:
+    """On a device that has no numbers."""
+    arrays = {**arrays_of(1), "params": np.arange(6.0).reshape(2, 3).T}
+    sent = send(arrays, torch.device("meta"))
+    for name, array in arrays.items():
+        assert sent[name].device.type == "meta"
+        assert (sent[name].dtype, sent[name].shape) == (torch.from_numpy(array).dtype, array.shape)
+
+
+def test_no_buffer_is_filled_again_while_its_copy_is_under_way() -> None:
+    """And the host waits for none of them, whatever their sizes, and may use its arrays again."""
     device = LateTransfers()
-    staging = Staging(CPU, transfers=device, num_buffers=3)
-    steps = [(staging.send(arrays_of(seed)), seed) for seed in range(20)]
+    staging = Staging(CPU, transfers=device)
+    steps = [(num_rows, num_rows % 3) for num_rows in (1, 30_000, 2, 30_000, *range(16))]
+    sent = []
+    for num_rows, seed in steps:
+        arrays = arrays_of(seed, num_rows)
+        sent.append(staging.send(arrays))
+        for array in arrays.values():
+            array.fill(0)
+    assert len(device.queue) == len(steps)
     device.catch_up()
-    for sent, seed in steps:
-        check_equal(sent, arrays_of(seed))
-
-
-def test_the_host_does_not_wait_while_there_is_a_buffer_left() -> None:
-    device = LateTransfers()
-    staging = Staging(CPU, transfers=device, num_buffers=3)
-    for seed in range(3):
-        staging.send(arrays_of(seed))
-    assert len(device.queue) == 3
-    staging.send(arrays_of(3))
-    assert len(device.queue) == 3  # the oldest was waited for, and no other
-
-
-def test_a_step_larger_than_its_buffer_gets_a_larger_one_which_is_kept() -> None:
-    device = LateTransfers()
-    staging = Staging(CPU, transfers=device, num_buffers=1)
-    for num_rows in (1, 30_000, 2, 30_000):
-        arrays = arrays_of(num_rows, num_rows)
-        sent = staging.send(arrays)
-        device.catch_up()
-        check_equal(sent, arrays)
-    assert device.num_host_buffers == 2
+    for tensors, (num_rows, seed) in zip(sent, steps, strict=True):
+        check_equal(tensors, arrays_of(seed, num_rows))
 
 
 def test_nothing_to_send_is_no_copy() -> None:
@@ -137,7 +121,7 @@ def test_a_static_tensor_is_overwritten_from_its_beginning(device: LateTransfers
 
 def test_a_cpus_tensors_are_the_arrays_themselves() -> None:
     arrays = arrays_of(1)
-    sent = Staging(CPU).send(arrays)
+    sent = send(arrays, CPU)
     check_equal(sent, arrays)
     assert all(sent[name].numpy().base is not None for name in arrays)
     arrays["ids"][0] = 5000

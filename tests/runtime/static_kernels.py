@@ -43,9 +43,9 @@ class DenseAttention:
         visible = {window: torch.zeros(shape, dtype=torch.bool) for window in spec.windows}
         return cls(spec, visible, staging, max_tokens)
 
-    def load(self, plan: AttentionPlan) -> bool:
+    def load(self, plan: AttentionPlan) -> DenseAttention:
         if plan.num_kv_tokens > self.max_tokens:
-            return False
+            return self.of(self.spec, plan.num_rows, self.staging, 10**9).load(plan)
         for window, static in self.visible.items():
             rows = np.zeros(static.shape, np.bool_)
             private = (seen_private(segment, plan.block_size, window) for segment in plan.private)
@@ -54,7 +54,7 @@ class DenseAttention:
             self.staging.send_into(static, rows)
         self.num_kv_tokens_read = plan.num_kv_tokens
         self.num_loads += 1
-        return True
+        return self
 
 
 class RowwiseKernels(ReferenceKernels):
@@ -76,8 +76,7 @@ class RowwiseKernels(ReferenceKernels):
 
     def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> Any:
         prepared = DenseAttention.of(spec, plan.num_rows, Staging(torch.device("cpu")), 10**9)
-        assert prepared.load(plan)
-        return prepared
+        return prepared.load(plan)
 
     def static_attention(
         self, spec: KVCacheSpec, num_rows: int, max_context_len: int, staging: Staging

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sapwood.kernels import AttentionPlan, PrivateSegment
-from sapwood.kernels.interface import Kernels
+from sapwood.kernels.interface import Kernels, KVCacheSpec
 from sapwood.kernels.reference import ReferenceKernels
 from sapwood.kernels.staging import Staging
 from sapwood.runtime.batch import BatchArrays, BatchBuilder, ForwardBatch
@@ -78,7 +79,7 @@ class GraphedRunner(Runner):
         batch = self.graphed.load(arrays, plan)
         if batch is None:
             return super().batch(arrays, plan)
-        self.num_graphed += 1
+        self.num_graphed += batch.input_ids.data_ptr() == self.graphed._inputs.data_ptr()
         return batch
 
     def step(self, *chunks: Chunk) -> list[Tensor]:
@@ -179,6 +180,19 @@ def test_a_step_that_the_attention_has_no_room_for_runs_as_ever(llama: Model) ->
     runner = GraphedRunner(llama, RowwiseKernels(max_tokens=42))
     check_equal(continue_together(runner, 4, 3), expected)
     assert runner.num_graphed == 1  # that of the fewest tokens
+
+
+def test_a_step_that_the_attention_has_no_room_for_is_planned_by_it_alone(llama: Model) -> None:
+    class NotPlanning(RowwiseKernels):
+        def plan_attention(self, plan: AttentionPlan, spec: KVCacheSpec) -> Any:
+            raise AssertionError("it was planned before")
+
+    fitting = GraphedRunner(llama, RowwiseKernels())
+    expected = fitting.graphed.forward(fitting.batch(*one_row(fitting, 11)), fitting.kv)
+    runner = GraphedRunner(llama, NotPlanning(max_tokens=0))
+    batch = runner.batch(*one_row(runner, 11))
+    assert torch.equal(runner.graphed.forward(batch, runner.kv), expected)
+    assert (fitting.num_graphed, runner.num_graphed) == (1, 0)
 
 
 def one_row(runner: Runner, token_id: int, position: int = 0) -> tuple[BatchArrays, AttentionPlan]:

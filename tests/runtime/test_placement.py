@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sapwood import ConfigError
-from sapwood.kernels.interface import KVCache, KVCacheSpec
+from sapwood.kernels.interface import Kernels, KVCache, KVCacheSpec, RowCopy
 from sapwood.runtime.config import CacheOptions
+from sapwood.runtime.core import EngineCore
 from sapwood.runtime.cuda_graphs import GraphPlan, graph_row_counts
 from sapwood.runtime.memory_trial import DeviceBytes, MemoryTrial, StepLimits, largest_batch
+from sapwood.runtime.model_runner import ModelRunner
 from sapwood.runtime.models import Model
 from sapwood.runtime.placement import PlacedModel, memory_for, place_on_cpu, place_on_gpu
+from sapwood.runtime.token_masks import TokenMasks
+from tests.runtime.automata import Automaton, AutomatonMatcher
+from tests.runtime.harness import Harness
 from tests.runtime.static_kernels import CheckedRecorder, CheckedRecording, RowwiseKernels
 from tests.runtime.test_cuda_graphs import model_of
-from tests.runtime.tiny_models import VOCAB_SIZE
+from tests.runtime.tiny_models import VOCAB_SIZE, random_tokens
 
 KIB = 2**10
 LIMITS = StepLimits(num_rows=24, num_draws=8, max_context_len=40, block_size=4)
@@ -81,12 +88,16 @@ def graph_plan(meter: MadeUpMeter, *, at_start: bool = True) -> GraphPlan:
 
 
 def place(
-    model: Model, meter: MadeUpMeter, graphs: GraphPlan | None, **cache: object
+    model: Model,
+    meter: MadeUpMeter,
+    graphs: GraphPlan | None,
+    kernels: RowwiseKernels | None = None,
+    **cache: object,
 ) -> PlacedModel:
     options = CacheOptions(block_size=4, **cache)
     return place_on_gpu(
         model,
-        RowwiseKernels(),
+        kernels or RowwiseKernels(),
         options,
         LIMITS,
         meter=meter,
@@ -166,3 +177,62 @@ def test_memory_that_lacks_for_the_cache_is_told_with_the_way_out(llama: Model) 
 def test_other_errors_than_of_memory_go_through() -> None:
     with pytest.raises(RuntimeError, match="a kernel failed"), memory_for("it", "lower it"):
         raise RuntimeError("a kernel failed")
+
+
+# -- what is launched before the first request -----------------------------------------------------
+
+
+class NotingKernels(RowwiseKernels):
+    """Knows which operations were asked for, of how many rows attention, and copies of what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+        self.num_rows: set[int] = set()
+        self.copied: list[KVCache] = []
+
+    def __getattribute__(self, name: str) -> object:
+        if name in vars(Kernels) and not name.startswith("_"):
+            self.asked.add(name)
+        return super().__getattribute__(name)
+
+    def attention(self, query: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        self.num_rows.add(len(query))
+        return super().attention(query, *arguments, **options)
+
+    def copy_rows(self, kv: KVCache, copies: Sequence[RowCopy]) -> None:
+        self.copied.append(kv)
+        super().copy_rows(kv, copies)
+
+
+def test_all_that_requests_ask_of_a_gpus_kernels_was_launched_before_them(
+    tmp_path: Path,
+) -> None:
+    """So that no kernel is compiled while somebody waits for a token."""
+    kernels = NotingKernels()
+    model = model_of("llama-tied_head", tmp_path, kernels)
+    kernels.asked.clear()
+    placed = place(model, MadeUpMeter(), None, kernels, kv_tokens=160)
+    launched = set(kernels.asked)
+    assert kernels.num_rows == {1, LIMITS.num_rows}, "few rows are other kernels than many"
+    assert kernels.copied == [placed.kv], "a quantised cache has scales, which are copied as well"
+
+    kernels.asked.clear()
+    harness = Harness(
+        block_size=4, num_blocks=40, options={"max_num_batched_tokens": 24, "max_num_seqs": 8}
+    )
+    masks = TokenMasks(kernels, num_rows=4, vocab_size=VOCAB_SIZE)
+    harness.core = EngineCore(
+        harness.scheduler,
+        ModelRunner(placed.model, kernels, placed.kv, masks, placed.batches),
+        clock=lambda: harness.now,
+        make_cache=harness.make_cache,
+    )
+    prompt = random_tokens(21)
+    choice = Automaton({0: {7: 1, 30: 1}}, frozenset({1}))
+    harness.add(prompt, max_tokens=3)
+    harness.add(prompt[:7], max_tokens=3, temperature=1.0, top_k=5, n=2)
+    harness.add(prompt, max_tokens=3, matcher=AutomatonMatcher(choice))
+    harness.run()
+    assert {"copy_rows", "mask_logits", "draw_tokens", "attention"} <= kernels.asked
+    assert kernels.asked <= launched

@@ -20,9 +20,7 @@ CHOICE = Automaton({0: {7: 1, 300: 1, 999: 1}}, frozenset({1}))
 
 @pytest.fixture(params=["cpu", "reference"])
 def masks(request: pytest.FixtureRequest) -> TokenMasks:
-    kernels = load_kernels(request.param)
-    cpu = torch.device("cpu")
-    return TokenMasks(kernels, num_rows=8, vocab_size=VOCAB_SIZE, device=cpu)
+    return TokenMasks(load_kernels(request.param), num_rows=8, vocab_size=VOCAB_SIZE)
 
 
 def row(index: int, matcher: AutomatonMatcher | None = None, **options: object) -> SamplingRow:
@@ -95,3 +93,24 @@ def test_end_tokens_that_are_held_off_stay_out(masks: TokenMasks) -> None:
     assert ended[0].token_id == EOS
     held = replace(row(0, AutomatonMatcher(loose), temperature=0.0), held_off_token_ids=(EOS,))
     assert sample(LOGITS.clone(), [held], masks)[0].token_id == 7
+
+
+def test_every_step_for_a_device_fills_the_same_memory_and_sends_the_rows_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of one row costs no more where there is room for a thousand."""
+    sent: list[torch.Size] = []
+    filled: set[int] = set()
+
+    class Noting(AutomatonMatcher):
+        def fill_mask(self, mask: np.ndarray) -> bool:
+            filled.add(mask.ctypes.data)
+            return super().fill_mask(mask)
+
+    kernels = load_kernels("reference")
+    monkeypatch.setattr(kernels, "mask_logits", lambda _, rows, allowed: sent.append(allowed.shape))
+    masks = TokenMasks(kernels, num_rows=1000, vocab_size=VOCAB_SIZE)
+    for _ in range(3):
+        assert not masks.apply(torch.empty_like(LOGITS, device="meta"), {2: Noting(CHOICE)})
+    assert len(filled) == 1
+    assert sent == [(1, -(-VOCAB_SIZE // 32))] * 3
