@@ -188,9 +188,15 @@ def in_options_words() -> Iterator[None]:
 def whole_answer(wire: Wire, result: Mapping[str, Any]) -> Answer:
     """What one result says in all. Raises EngineError for an answer that was cut off, or none."""
     try:
-        meta, text = result["meta_info"], result["text"]
-    except (KeyError, TypeError) as error:
+        return _read(wire, result)
+    except (AttributeError, KeyError, TypeError) as error:
         raise EngineError(f"the server answered what is no answer: {str(result)[:300]}") from error
+
+
+def _read(wire: Wire, result: Mapping[str, Any]) -> Answer:
+    meta, text = result["meta_info"], result["text"]
+    if not isinstance(text, str):
+        raise TypeError("the text is none")
     kind = _finish_reason(meta)
     return Answer(
         text=text,
