@@ -233,10 +233,11 @@ async def _info_of(backend: Backend) -> Mapping[str, Any]:
     """What a backend tells of itself, nothing where it does not: programs will meet the error of
     one that is broken, and say where."""
     try:
-        return await asyncio.wait_for(backend.server_info(), INFO_SECONDS)
+        info = await asyncio.wait_for(backend.server_info(), INFO_SECONDS)
     except Exception:
         logger.debug("the backend does not tell of its cache", exc_info=True)
         return {}
+    return info if isinstance(info, Mapping) else {}
 
 
 class _Deadline:

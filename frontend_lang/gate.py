@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 0.1  # when no first request has come for so long, those that are there go
 GATHER_SECONDS = 2.0  # and they go after so long, however many still come
+REST_SECONDS = 0.2  # when no program has asked anything for so long, one more may begin
 MIN_PREFIX_TOKENS = 16  # a shorter common prefix costs more as a request of its own than it saves
 MIN_PREFIX_CHARACTERS = 64
 
@@ -72,7 +73,9 @@ class Gate:
         self._last: Key = ()  # where in the order of prompts the last one was
         self._is_quiet = False  # nobody is worth waiting for
         self._gather_until = 0.0
+        self._num_asked = 0  # requests under way
         self._timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._warming: asyncio.Task[None] | None = None
         self._has_begun = False
 
@@ -105,10 +108,21 @@ class Gate:
             self.room.leave(waiting.prompt, waiting.visit)
         self._let_go()
 
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Around each request of a program that is inside."""
+        self._num_asked += 1
+        try:
+            yield
+        finally:
+            self._num_asked -= 1
+            self._watch_rest()
+
     def close(self) -> None:
         """End what the gate itself has under way."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._rest_timer):
+            if timer is not None:
+                timer.cancel()
         if self._warming is not None:
             self._warming.cancel()
 
@@ -127,6 +141,18 @@ class Gate:
         self._is_quiet = True
         self._let_go()
 
+    def _watch_rest(self) -> None:
+        """Those inside may be busy with something else, a tool perhaps: nobody waits for that."""
+        if self._num_asked or not self._waiting:
+            return
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+        self._rest_timer = asyncio.get_running_loop().call_later(REST_SECONDS, self._end_rest)
+
+    def _end_rest(self) -> None:
+        if not self._num_asked and self._waiting and self._num_inside < self._width:
+            self._admit(self._next())
+
     def _let_go(self) -> None:
         """Let those go whose turn it is."""
         if self._warming is not None or not (self._is_quiet or self._is_complete()):
@@ -138,13 +164,18 @@ class Gate:
         while self._waiting and self._num_inside < self._width:
             index = self._next()
             if not self.room.fits(self._waiting[index].prompt):
+                self._watch_rest()
                 return
-            waiting = self._waiting.pop(index)
-            beside = self._waiting[self._next()].prompt if self._waiting else None
-            waiting.visit = self.room.enter(waiting.prompt, beside)
-            self._last = waiting.key
-            self._num_inside += 1
-            waiting.passed.set_result(None)
+            self._admit(index)
+
+    def _admit(self, index: int) -> None:
+        """One of those that wait comes in."""
+        waiting = self._waiting.pop(index)
+        beside = self._waiting[self._next()].prompt if self._waiting else None
+        waiting.visit = self.room.enter(waiting.prompt, beside)
+        self._last = waiting.key
+        self._num_inside += 1
+        waiting.passed.set_result(None)
 
     def _is_complete(self) -> bool:
         """Whether all that could be gathered is."""
@@ -201,7 +232,8 @@ class Ticket:
         visit = self._waiting.visit if self._waiting is not None else None
         answers: list[Answer] = []
         round_index = 0 if visit is None else visit.begin_request()
-        yield answers
+        with self._gate.request():
+            yield answers
         if visit is not None:
             visit.end_request(round_index, prompt, answers)
 

@@ -6,6 +6,7 @@ a step, and a step has its price however few its rows are. So the first programs
 the cache holds them, and what they did says which of the two costs more.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,15 +104,18 @@ class Room:
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> "Room":
         """Of a backend that tells `info`, by the names of `/get_server_info`."""
-        if not info.get("prefix_caching"):
+        num_tokens = _positive(info.get("max_total_num_tokens"))
+        if num_tokens is None or not info.get("prefix_caching"):
             return cls()
-        room = cls(info.get("max_total_num_tokens"), block_size=info.get("page_size", 1))
+        room = cls(int(num_tokens), block_size=int(_positive(info.get("page_size")) or 1))
         room.take(info)
         return room
 
     def take(self, info: Mapping[str, Any]) -> None:
         """Note what a backend tells of its steps by now."""
-        self.fixed_rows = info.get("stats", {}).get("fixed_rows_per_step", self.fixed_rows)
+        stats = info.get("stats")
+        if isinstance(stats, Mapping):
+            self.fixed_rows = _positive(stats.get("fixed_rows_per_step"))
         self._num_lessons_told = len(self._lessons)
 
     @property
@@ -189,3 +193,10 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _positive(value: object) -> float | None:
+    """What a backend tells, if it is a number that counts something."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if 0 < value < math.inf else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_what_a_step_costs_is_asked_for_until_it_is_known() -> None:
 class SmallBackend(FakeBackend):
     """Tells how large its cache is, and counts the programs that are at work in it."""
 
-    def __init__(self, info: Mapping[str, Any] | Exception) -> None:
+    def __init__(self, info: Any) -> None:
         super().__init__(delay=0.002)
         self.info = info
         self.inside: list[str] = []
@@ -232,7 +233,7 @@ def two_rounds(s: sgl.ProgramState, index: int, num: int = 2) -> None:
         s += f"Question {round_index}." + sgl.gen(f"answer_{round_index}", max_tokens=4)
 
 
-def most_at_once(info: Mapping[str, Any] | Exception, num: int = 2, **options: Any) -> int:
+def most_at_once(info: Any, num: int = 2, **options: Any) -> int:
     backend = SmallBackend(info)
     batch = [{"index": index, "num": num} for index in range(12)]
     states = two_rounds.run_batch(batch, backend=backend, **options)
@@ -259,11 +260,32 @@ def test_a_batch_is_not_held_where_its_programs_come_back_to_nothing() -> None:
     assert most_at_once(info(2500), num=1) > 2
 
 
+@pytest.mark.parametrize(
+    "told", [{"page_size": None}, {"page_size": "16"}, {"stats": None}, {"stats": []}]
+)
+def test_what_is_garbled_of_the_rest_is_taken_as_not_told(told: Mapping[str, Any]) -> None:
+    assert most_at_once(garbled(**told)) == 2
+
+
 def test_who_says_how_many_gets_as_many() -> None:
     assert most_at_once(info(2500), num_threads=12) == 12
 
 
-@pytest.mark.parametrize("told", [{}, RuntimeError("broken"), {"max_total_num_tokens": None}])
+def garbled(**told: Any) -> Mapping[str, Any]:
+    return {**info(2500), **told}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        [],
+        "no object",
+        None,
+        RuntimeError("broken"),
+        *(garbled(max_total_num_tokens=number) for number in (None, "2500", -1, 0, float("nan"))),
+    ],
+)
 def test_a_backend_that_tells_nothing_gets_all_at_once(told: Any) -> None:
     assert most_at_once(told) == 12
 
@@ -293,3 +315,20 @@ def test_programs_that_fail_or_are_given_up_leave_their_room() -> None:
     batch = [{"index": index} for index in range(6)]
     states = failing.run_batch(batch, backend=backend, on_error="return")
     assert all(isinstance(state.error(), sgl.ProgramError) for state in states)
+
+
+def test_programs_that_are_busy_elsewhere_keep_nobody_out() -> None:
+    has_ended = threading.Event()
+
+    @sgl.function
+    def program(s: sgl.ProgramState, index: int) -> None:
+        s += f"{index:02} " + "text " * 200 + sgl.gen("answer", max_tokens=4)
+        s.sync()
+        if index == 0:  # the first in order waits for the last, as for a tool
+            assert has_ended.wait(timeout=20)
+        elif index == 5:
+            has_ended.set()
+
+    batch = [{"index": index} for index in range(6)]
+    states = program.run_batch(batch, backend=SmallBackend(info(1500)))
+    assert [state["answer"] for state in states] == ["ok"] * 6
