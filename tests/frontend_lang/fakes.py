@@ -82,6 +82,7 @@ class FakeBackend:
         self.name = "fake"
         self.encoder: Encoder | None = ByteEncoder() if with_encoder else None
         self.chat_only = chat_only
+        self.info: Mapping[str, Any] = {}  # what it also tells of itself
         self.asked: list[Asked] = []
         self.num_cancelled = 0
         self.num_active = 0
@@ -132,7 +133,7 @@ class FakeBackend:
         self.num_flushes += 1
 
     async def server_info(self) -> Mapping[str, Any]:
-        return {"name": self.name, "num_calls": len(self.asked)}
+        return {"name": self.name, "num_calls": len(self.asked), **self.info}
 
     async def aclose(self) -> None:
         self.is_closed = True

@@ -81,6 +81,13 @@ def run_in_a_batch_of_all_or_none(program: tuple[Statement, ...], backend: FakeB
     play.run_batch([{"program": program}] * 5, backend=backend, num_threads=2)
 
 
+def run_in_a_batch_that_the_cache_does_not_hold(
+    program: tuple[Statement, ...], backend: FakeBackend
+) -> None:
+    backend.info = {"max_total_num_tokens": 1, "prefix_caching": True}
+    run_in_a_batch(program, backend)
+
+
 FORMS = (
     run,
     read_along,
@@ -91,6 +98,7 @@ FORMS = (
     run_in_time,
     run_in_a_batch,
     run_in_a_batch_of_all_or_none,
+    run_in_a_batch_that_the_cache_does_not_hold,
 )
 
 
