@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from sapwood.frontend_lang.backends.recording import Recording
 from sapwood.frontend_lang.errors import ProgramTimeoutError, ProgramUsageError
 from sapwood.frontend_lang.gate import Gate, GatedBackend, Ticket
 from sapwood.frontend_lang.process import PROCESS
@@ -136,8 +137,12 @@ class _Batch:
         self._program = program
         self._backend = PROCESS.backend(program.settings.get("backend"))
         self._unseated = deque(enumerate(items))
-        # Who gives a number means it.
-        self._is_fitted = plan.num_threads == "auto" and self._backend.encoder is not None
+        # Who gives a number means it. A record has no cache, and counts what it is asked.
+        self._is_fitted = (
+            plan.num_threads == "auto"
+            and self._backend.encoder is not None
+            and not isinstance(self._backend, Recording)
+        )
         self._is_async = inspect.iscoroutinefunction(program.function)
         self._num_seats = MAX_IN_FLIGHT if self._is_async else plan.threads
         self._threads = _Threads(min(self._num_seats, len(items)))
@@ -169,7 +174,7 @@ class _Batch:
                 self._has_changed.clear()
                 await self._has_changed.wait()
                 if self._gate.room.is_curious:
-                    self._gate.room.take(await _info_of(self._backend))
+                    self._gate.take(await _info_of(self._backend))
         finally:
             self._unseated.clear()  # or the seats of those that end now would be taken
             self._gate.close()

@@ -108,6 +108,11 @@ class Gate:
             self.room.leave(waiting.prompt, waiting.visit)
         self._let_go()
 
+    def take(self, info: Mapping[str, Any]) -> None:
+        """Note what the backend tells of itself by now: more may fit than did."""
+        self.room.take(info)
+        self._let_go()
+
     @contextmanager
     def request(self) -> Iterator[None]:
         """Around each request of a program that is inside."""
@@ -210,6 +215,7 @@ class Ticket:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._waiting: _Waiting | None = None
+        self._has_left = False
         self._when_waiting: Callable[[], None] = _nothing
         self._when_passed: Callable[[], None] = _nothing
 
@@ -218,7 +224,11 @@ class Ticket:
         self._when_waiting, self._when_passed = when_waiting, when_passed
 
     async def enter(self, prompt: Prompt) -> None:
-        """Wait for the turn of the program, whose first request has this prompt."""
+        """Wait for the turn of the program, whose first request has this prompt. Raises
+        CancelledError once it has ended: a branch may get here before its own end reaches it, and
+        nobody would leave for it."""
+        if self._has_left:
+            raise asyncio.CancelledError("the program has ended")
         if self._waiting is None:
             self._when_waiting()
             self._waiting = self._gate.arrive(prompt)
@@ -239,6 +249,7 @@ class Ticket:
 
     def leave(self) -> None:
         """The program has ended."""
+        self._has_left = True
         self._gate.leave(self._waiting)
 
     def _pass(self, passed: "asyncio.Future[None]") -> None:

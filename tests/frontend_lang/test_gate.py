@@ -9,6 +9,7 @@ import pytest
 
 from sapwood.frontend_lang.backends.interface import Call, Prompt
 from sapwood.frontend_lang.gate import Gate, GatedBackend, common_prefix
+from sapwood.frontend_lang.room import Room
 from tests.frontend_lang.fakes import FakeBackend
 
 TREE = [f"{'shared ' * 10}{group} {question}" for group in "abc" for question in "xyz"]
@@ -126,6 +127,47 @@ def test_a_program_that_ends_before_or_at_the_gate_leaves_it_open() -> None:
 
     run(batch())
     assert backend.prompts == ["b", "b"]
+
+
+def test_a_request_of_a_program_that_has_ended_takes_nobodys_place() -> None:
+    backend = FakeBackend()
+
+    async def batch() -> None:
+        gate = Gate(backend, width=9, quiet_seconds=0.01)
+        gate.room = Room(100)
+        ticket = gate.ticket()
+        ticket.leave()
+        late = GatedBackend(backend, ticket).generate(
+            prompt("LATE" * 20), Call()
+        )  # the first in order
+        task = asyncio.create_task(late)
+        await asyncio.sleep(0)
+        task.cancel()  # as its worker is, a moment after the program's end
+        await asyncio.gather(*(ask(gate, backend, text * 90) for text in "ab"))
+
+    run(batch())
+    assert backend.prompts == ["a" * 90, "b" * 90]
+
+
+def test_those_who_need_not_wait_any_more_go_as_soon_as_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sapwood.frontend_lang.gate.REST_SECONDS", 60)
+    backend = FakeBackend()
+
+    async def batch() -> None:
+        gate = Gate(backend, width=9, quiet_seconds=0.01)
+        gate.room = Room(100)
+        never_ends = gate.ticket()
+        await ask(gate, backend, "a" * 90)  # comes back to nothing
+        await GatedBackend(backend, never_ends).generate(prompt("b" * 90), Call())
+        held = asyncio.create_task(ask(gate, backend, "c" * 90))
+        await asyncio.sleep(0.05)
+        assert not held.done()
+        gate.take({"stats": {"fixed_rows_per_step": 30}})
+        await held
+
+    run(batch())
 
 
 def test_a_prefix_that_cannot_be_computed_is_left_to_the_programs() -> None:

@@ -1,9 +1,11 @@
 """How many programs of a batch go on at once in a cache that cannot hold all of them."""
 
 import asyncio
+import math
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,6 +290,27 @@ def garbled(**told: Any) -> Mapping[str, Any]:
 )
 def test_a_backend_that_tells_nothing_gets_all_at_once(told: Any) -> None:
     assert most_at_once(told) == 12
+
+
+@pytest.mark.parametrize("bad", ["2500", -5, 0, math.nan, math.inf, [1], {}, None, True, 10**400])
+@pytest.mark.parametrize("name", ["max_total_num_tokens", "page_size", "stats", "fixed_rows"])
+def test_what_is_no_number_is_as_if_it_were_not_told(name: str, bad: Any) -> None:
+    told = info(2500, fixed_rows=bad) if name == "fixed_rows" else garbled(**{name: bad})
+    room = Room.of(told)
+    perform(room, prompt(1), [4, 4])
+    room.take(told)
+    assert num_that_fit(room) in (1, 2, 30)
+
+
+def test_a_batch_leaves_what_a_recording_was_asked_of_the_server_to_the_program(
+    tmp_path: Path,
+) -> None:
+    recording = sgl.Recording(FakeBackend(), tmp_path / "tape", mode="record")
+    two_rounds.run(1, backend=recording)
+    told = sgl.get_server_info(recording)
+    replayed = sgl.Recording(None, tmp_path / "tape", mode="replay")
+    two_rounds.run_batch([{"index": 1}], backend=replayed)
+    assert sgl.get_server_info(replayed) == told
 
 
 def test_a_backend_that_does_not_answer_about_itself_is_not_waited_for(
