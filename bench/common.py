@@ -88,7 +88,7 @@ def _version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit, marked where code differs from it; None outside a repository.
+    """The commit, marked where code differs from it; None outside a repository or without git.
 
     Results that an earlier bench has rewritten do not count as a difference.
     """
@@ -101,7 +101,10 @@ def commit() -> str | None:
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:  # a machine that is lent for a GPU may have no git
+        return subprocess.CompletedProcess(command, 127, stdout="", stderr=str(error))
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from sapwood.kernels.interface import KVCacheSpec
 from sapwood.kernels.segments import AttentionPlan, PrivateSegment
 from sapwood.kernels.tile_shapes import TileCost, TileShape, TileShapes
 from sapwood.kernels.triton_kernels import TritonKernels
-from sapwood.kernels.tuning import AttentionTuning, TuningTable, load_table
+from sapwood.kernels.tuning import AttentionTuning, TuningTable, shipped_table
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +238,8 @@ def gpu_name() -> str | None:
 def tune_here(report: Callable[[str], None]) -> TuningTable:
     """The table of the GPU at hand, measured. `report` is told what is going on.
 
+    It has the entries of the table that comes with Sapwood: one that was measured here before may
+    be of another version, or broken.
     float32 keeps the shapes it has: it is for checking, not for speed. Raises RuntimeError where
     there is no GPU.
     """
@@ -247,7 +249,7 @@ def tune_here(report: Callable[[str], None]) -> TuningTable:
     device = torch.device("cuda")
     tuner = Tuner(device, DeviceTimer(device))
     entries = []
-    for entry in load_table(gpu).attention:
+    for entry in shipped_table(gpu).attention:
         if entry.kv_bytes < 4:
             report(f"heads of {entry.max_head_dim}, {entry.kv_bytes} bytes a number of the cache")
             entry = tuner.tuned(entry)

@@ -86,11 +86,20 @@ def load_table(gpu: str | None, folder: Path = TABLES) -> TuningTable:
     One that was measured here (`own_table_path`) comes before those of `folder`. Raises TuningError
     for a file that is not a table.
     """
-    paths = [folder / f"{DEFAULT}.json"]
-    if gpu is not None:
-        paths = [own_table_path(gpu), folder / f"{file_stem(gpu)}.json", *paths]
-    path = next(path for path in paths if path.is_file() or path.stem == DEFAULT)
-    return parse_table(path.read_text(encoding="utf-8"), where=str(path))
+    if gpu is not None and (own := own_table_path(gpu)).is_file():
+        return _table_in(own)
+    return shipped_table(gpu, folder)
+
+
+def shipped_table(gpu: str | None, folder: Path = TABLES) -> TuningTable:
+    """The same without what was measured here: what `folder` has for the GPU, or for all."""
+    if gpu is not None and (measured := folder / f"{file_stem(gpu)}.json").is_file():
+        return _table_in(measured)
+    return _table_in(folder / f"{DEFAULT}.json")
+
+
+def _table_in(path: Path) -> TuningTable:
+    return parse_table(path.read_text(encoding="utf-8", errors="replace"), where=str(path))
 
 
 def own_table_path(gpu: str) -> Path:

@@ -10,6 +10,7 @@ import torch
 
 from sapwood.kernels import KERNELS, load_kernels
 from sapwood.kernels.interface import Kernels
+from sapwood.kernels.tuning import TuningError
 from sapwood.runtime.config import CacheOptions, ModelOptions
 from sapwood.runtime.errors import ConfigError
 
@@ -42,7 +43,10 @@ def choose_kernels(model: ModelOptions, cache: CacheOptions, device: torch.devic
         raise ConfigError(f"kernels is {name}, which computes on a CPU, and device is {device}")
     if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("kernels is triton, which computes on a GPU, and device is cpu; use cpu")
-    kernels = load_kernels(name)
+    try:
+        kernels = load_kernels(name)
+    except TuningError as error:
+        raise ConfigError(f"{error}; measure it anew with `sapwood tune`, or remove it") from error
     if cache.kv_dtype == "auto":
         return kernels
     quantized = kernels.with_kv_dtype(_KV_DTYPES[cache.kv_dtype])

@@ -96,7 +96,13 @@ class Worker:
 
     def outcomes(self) -> Iterator[Outcome]:
         """Each section's outcome when it is known. Ends with the process, which is killed where a
-        section overruns."""
+        section overruns, and where nobody asks for more."""
+        try:
+            yield from self._outcomes()
+        finally:
+            self.kill()
+
+    def _outcomes(self) -> Iterator[Outcome]:
         facts: dict[str, Any] = {}
         current: Outcome | None = None
         limit = self._deadline

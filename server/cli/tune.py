@@ -1,7 +1,9 @@
 """`sapwood tune`: measure which kernel shapes are fastest on this machine's GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -30,8 +32,26 @@ def tune(
             "nothing to tune on a CPU"
         )
     path = out or own_table_path(gpu)
-    console.print(f"measuring on {gpu}, nothing else should run on it")
-    table = tune_here(console.print)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(table.dump(), encoding="utf-8")
+    with _new_file(path) as file:
+        console.print(f"measuring on {gpu}, nothing else should run on it")
+        file.write(tune_here(console.print).dump())
     console.print(f"wrote {path}")
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[TextIO]:
+    """A file that is at `path` once it is whole. Raises ConfigError, at once, where none can be."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give --out a file")
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = part.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}); give --out another file") from error
+    try:
+        with file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -3,7 +3,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from common import SteppedEngine, self_times, settings, spread
+from common import SteppedEngine, commit, self_times, settings, spread
 
 SHARED = list(range(10, 10 + 3 * 16))
 
@@ -104,3 +104,10 @@ def test_what_was_aborted_is_cached_until_cleared(engine: SteppedEngine) -> None
     assert engine.core.stats().num_tree_blocks > 0
     engine.clear()
     assert engine.core.stats().num_tree_blocks == 0
+
+
+def test_results_of_a_machine_without_git_have_no_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() is None

@@ -148,6 +148,16 @@ def test_a_section_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path)
     assert len(outcome.rows) == 1
 
 
+def test_a_process_does_not_outlive_whoever_reads_what_it_finds(tmp_path: Path) -> None:
+    """As where the check is interrupted: it would keep its memory of the device."""
+    end = "say('end', error=None, seconds=1.0, clocks=None)\n"
+    running = worker(tmp_path, BEGIN + end + BEGIN + "time.sleep(600)")
+    outcomes = running.outcomes()
+    assert next(outcomes).status == "complete"
+    outcomes.close()  # type: ignore[attr-defined]
+    assert running._process.poll() is not None
+
+
 def test_a_section_that_raises_has_failed_and_the_next_one_runs(tmp_path: Path) -> None:
     end = "say('end', error={error!r}, seconds=1.0, clocks=None)\n"
     script = BEGIN + end.format(error="ValueError: no") + "say('begin', clocks=None)\n"

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from sapwood.kernels.tuning import (
     load_table,
     own_table_path,
     parse_table,
+    shipped_table,
 )
 
 FILES = sorted(TABLES.glob("*.json"))
@@ -51,6 +53,18 @@ def test_what_was_measured_on_this_machine_comes_first() -> None:
     path.write_text(json.dumps(own))
     assert load_table("NVIDIA H200").gpu == "here"
     assert load_table(None).gpu == "default"
+
+
+@pytest.mark.parametrize("broken", [b'{"gpu": "NVI', b"\xff\xfe", b""])
+def test_a_broken_table_of_this_machine_is_told_and_is_not_what_is_measured_from(
+    broken: bytes,
+) -> None:
+    path = own_table_path("NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(broken)
+    with pytest.raises(TuningError, match=re.escape(str(path))):
+        load_table("NVIDIA H200")
+    assert shipped_table("NVIDIA H200").attention
 
 
 def test_a_gpu_gets_its_own_table_and_others_the_default(tmp_path: Path) -> None:

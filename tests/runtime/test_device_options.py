@@ -1,9 +1,12 @@
 """Options that depend on the device are chosen for it, or refused with the reason."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from sapwood import ConfigError
+from sapwood.kernels.tuning import own_table_path
 from sapwood.runtime.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from sapwood.runtime.device_options import (
     check_device_options,
@@ -131,3 +134,16 @@ def test_keys_and_values_are_kept_as_asked(name: str, dtype: torch.dtype) -> Non
     assert kernels.kv_dtype(torch.float32, 64) is dtype
     plain = choose_kernels(ModelOptions(kernels="reference"), CacheOptions(), CPU)
     assert plain.kv_dtype(torch.float32, 64) is torch.float32
+
+
+def test_a_broken_tuning_table_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SAPWOOD_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    path = own_table_path("NVIDIA H200")
+    path.parent.mkdir()
+    path.write_text("")
+    with pytest.raises(ConfigError, match="h200.json is not JSON.*anew with `sapwood tune`"):
+        choose_kernels(ModelOptions(kernels="triton"), CacheOptions(), CUDA)
