@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from sapwood.frontend_lang.backends.interface import Answer, Prompt, TokenIds
@@ -27,6 +28,14 @@ class TreeSize:
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    @property
+    def num_leaves(self) -> int:
+        """Where the tree ends: of sequences, those that no other begins with. O(tokens)."""
+        if not self._sequences:
+            return 0
+        pairs = pairwise(self._sequences)
+        return 1 + sum(after[: len(sequence)] != sequence for sequence, after in pairs)
 
     def num_new(self, sequence: TokenIds) -> int:
         """Tokens that a sequence would add, or that one alone has. O(tokens, log sequences)."""
@@ -151,7 +160,7 @@ class Room:
         self._prompts.remove(prompt.token_ids or ())
         if visit is not None and visit.num_ended_rounds:
             num_rounds = visit.num_ended_rounds
-            num_held = visit.tree.num_tokens + len(visit.tree) * self._block_size
+            num_held = visit.tree.num_tokens + visit.tree.num_leaves * self._block_size
             num_grown = max(0, num_held - len(visit.prompt))
             lesson = _Lesson(
                 num_tokens=visit.num_own + num_grown,

@@ -68,6 +68,8 @@ def test_a_tree_counts_shared_tokens_once_whatever_comes_and_goes() -> None:
             prefixes = {sequence[:n] for sequence in held for n in range(1, len(sequence) + 1)}
             assert tree.num_tokens == len(prefixes)
             assert len(tree) == len(held)
+            inner = {sequence[:n] for sequence in held for n in range(len(sequence))}
+            assert tree.num_leaves == len(set(held) - inner)
     with pytest.raises(KeyError, match="not in this tree"):
         held_by_nobody = TreeSize()
         held_by_nobody.add((2,))
