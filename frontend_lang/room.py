@@ -113,10 +113,10 @@ class Room:
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> "Room":
         """Of a backend that tells `info`, by the names of `/get_server_info`."""
-        num_tokens = _positive(info.get("max_total_num_tokens"))
+        num_tokens = _number(info.get("max_total_num_tokens")) or None
         if num_tokens is None or not info.get("prefix_caching"):
             return cls()
-        room = cls(int(num_tokens), block_size=int(_positive(info.get("page_size")) or 1))
+        room = cls(int(num_tokens), block_size=int(_number(info.get("page_size")) or 1))
         room.take(info)
         return room
 
@@ -124,7 +124,7 @@ class Room:
         """Note what a backend tells of its steps by now."""
         stats = info.get("stats")
         if isinstance(stats, Mapping):
-            self.fixed_rows = _positive(stats.get("fixed_rows_per_step"))
+            self.fixed_rows = _number(stats.get("fixed_rows_per_step"))
         self._num_lessons_told = len(self._lessons)
 
     @property
@@ -204,8 +204,8 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return low
 
 
-def _positive(value: object) -> float | None:
-    """What a backend tells, if it is a number that counts something."""
+def _number(value: object) -> float | None:
+    """What a backend tells, if it is a number that counts something, or nothing: 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if 0 < value < math.inf else None
+    return value if 0 <= value < math.inf else None

@@ -150,6 +150,7 @@ def learned(fixed_rows: float | None, num_prompt: int, rounds: Sequence[int]) ->
         (30, 2000, [200, 16], False),  # many steps
         (30, 2000, [40, 40, 40], True),  # as many for each round
         (500, 2000, [16, 16], False),  # steps that cost much, as on a GPU
+        (0.0, 2000, [16], False),  # steps that cost nothing of their own
         (None, 2000, [16, 16], True),  # nobody knows what they cost
     ],
 )
