@@ -206,8 +206,9 @@ def _pull_from_hub(repo_id: str, report: ProgressCallback) -> Path:
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise ModelAccessError(
-            f"{repo_id} is not in the local cache and the Hugging Face hub cannot be reached; "
-            "connect (unset HF_HUB_OFFLINE), or give the path of a folder that has the model"
+            f"{repo_id!r} is no folder or file here and no known name ({', '.join(KNOWN_MODELS)}), "
+            "and the Hugging Face hub cannot be reached; connect (unset HF_HUB_OFFLINE if it is "
+            "set), or give the path of a folder that has the model"
         ) from error
     except errors.HfHubHTTPError as error:
         raise ModelAccessError(f"the Hugging Face hub refused {repo_id}: {error}") from error

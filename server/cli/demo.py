@@ -332,7 +332,8 @@ def _share(part: int, whole: int) -> str:
 def _print_next_steps(console: Console, info: Info) -> None:
     """Plain lines, not cut to the width of the terminal: they are there to be copied."""
     messages = [{"role": "user", "content": "Hello"}]
-    body = json.dumps({"model": info.model_name, "messages": messages, "max_tokens": 64})
+    asked = {"messages": messages, "temperature": 0, "max_tokens": 64}
+    body = json.dumps({"model": info.model_name} | asked)
     # As this command was called, so that it works without an activated environment.
     program = sys.argv[0] if Path(sys.argv[0]).name == "sapwood" else "sapwood"
     url = "http://127.0.0.1:8000/v1/chat/completions"

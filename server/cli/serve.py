@@ -296,7 +296,7 @@ def banner(info: "EngineInfo", url: str) -> str:
         "steps": f"up to {info.max_num_batched_tokens:,} tokens{graphs}",
         "on": f"{sharing}, {info.schedule_policy} scheduling, /metrics",
         "API": f"{url}/v1, {url}/generate, described at {url}/docs",
-        "try": f"curl {url}/v1/{path} -d '{{{body}, \"max_tokens\": 64}}'",
+        "try": f'curl {url}/v1/{path} -d \'{{{body}, "temperature": 0, "max_tokens": 64}}\'',
     }
     head = f"Sapwood {sapwood.__version__}"
     return escape("\n".join([head, *(f"  {name:9}{text}" for name, text in lines.items())]))

@@ -56,7 +56,7 @@ def test_the_readmes_program_runs(
 ) -> None:
     [code] = [code for _, code in blocks(README) if "@sgl.function" in code]
     monkeypatch.setattr(sgl, "Engine", lambda model: nullcontext(engine))
-    exec(compile(code, README.name, "exec"), {"__name__": "page"})
+    exec(compile(code, README.name, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
 
 
