@@ -33,13 +33,14 @@ class Rehearsal:
         """Use `matcher` up. About MAX_SECONDS at most; a grammar that breaks is let be here."""
         until = time.monotonic() + MAX_SECONDS
         mask = np.empty_like(self._single)
+        num_left = MAX_TOKENS
         with suppress(GrammarError):
-            for _ in range(MAX_TOKENS):
-                if matcher.is_complete or time.monotonic() > until:
-                    return
-                for token_id in matcher.forced_tokens() or (self._quickest(matcher, mask),):
+            while num_left and not matcher.is_complete and time.monotonic() <= until:
+                following = matcher.forced_tokens() or (self._quickest(matcher, mask),)
+                for token_id in following[:num_left]:
                     if not matcher.advance(token_id):
                         return
+                    num_left -= 1
 
     def _quickest(self, matcher: Matcher, mask: TokenMask) -> int:
         matcher.fill_mask(mask)

@@ -28,7 +28,8 @@ class Case:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine("smollm2", max_num_seqs=32) as engine:
+    # On a busy machine a constraint may take longer to compile than a server would let it.
+    with Engine("smollm2", max_num_seqs=32, constraint_deadline_ms=5000) as engine:
         yield engine
 
 

@@ -17,7 +17,12 @@ from tests.extraction import CHOICES, REGEXES
 from tests.functions import Function, load_functions
 
 # Prompts and runs are cut into chunks.
-OPTIONS = {"max_num_batched_tokens": 24, "max_num_seqs": 16, "block_size": 8}
+OPTIONS = {
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 16,
+    "block_size": 8,
+    "constraint_deadline_ms": 5000,
+}
 
 
 @contextmanager
