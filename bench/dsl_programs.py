@@ -7,7 +7,6 @@ whole conversation.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 
 import sapwood as sgl
+from sapwood.frontend_lang.examples.self_consistency import vote
 from sapwood.frontend_lang.nodes import Gen
 
 Message = dict[str, str]
@@ -167,11 +167,6 @@ async def chains_plain(client: ChatClient, text: str) -> None:
         return await client.answer(concluding, seed, CONCLUSION_LEN)
 
     vote(await asyncio.gather(*map(chain, range(NUM_CHAINS))))
-
-
-def vote(answers: Sequence[str]) -> str:
-    """The commonest."""
-    return Counter(answers).most_common(1)[0][0]
 
 
 def _user(text: str) -> Message:
